@@ -1,0 +1,77 @@
+# On a fresh machine with python3 (venv, pip), g++ and make:
+#   make demo     trains a small MoE layer and checks every result
+#   make test     builds all that can be built here and runs all tests that this machine can run
+# Each sets up what it needs in .venv by itself. For development:
+#   make build    the libraries, into python/gmm (incremental)
+#   make format   make lint   make wheel
+#   make test PYTEST_ARGS="-k plan"
+#   make test VENV= PYTHON=python3    in the environment at hand: no venv, nothing is installed (torch, pytest, setuptools,
+#                                     cmake, ninja and pybind11 must be there), no network
+# GMM_CUDA, CUDA_HOME, GMM_CUTLASS_DIR and MAX_JOBS: see setup.py.
+
+PYTHON ?= python3
+VENV ?= .venv
+PYTEST_ARGS ?=
+
+# Without an NVIDIA driver the demo needs no CUDA parts. A CUDA build that is there already stays.
+HAS_CUDA := $(or $(wildcard /proc/driver/nvidia),$(shell command -v nvidia-smi),$(wildcard build/cuda/gmm/libgmm.so))
+DEMO_CUDA := $(or $(GMM_CUDA),$(if $(HAS_CUDA),auto,0))
+
+ifeq ($(VENV),)
+PY := $(PYTHON)
+export PYTHONPATH := $(CURDIR)/python
+else
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+TOOLS := $(VENV)/.tools
+INSTALLED := $(VENV)/.installed
+DEV := $(VENV)/.dev
+export PATH := $(abspath $(VENV))/bin:$(PATH)
+endif
+
+CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
+
+.PHONY: demo test build installed dev format lint wheel
+
+demo:
+	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
+	$(PY) -m gmm.demo
+
+test: dev
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+build: $(TOOLS)
+	$(PY) setup.py -q build_ext --inplace
+
+format: dev
+	ruff check -q --fix .; ruff format -q .
+	clang-format -i $(CXX_FILES)
+
+lint: dev
+	ruff check .
+	ruff format --check .
+	mypy
+	clang-format --dry-run -Werror $(CXX_FILES)
+
+wheel: dev
+	rm -rf build/lib.*  # setuptools would pack what an earlier state of the tree left there
+	$(PY) -m build --wheel --no-isolation
+
+installed: build $(INSTALLED)
+
+dev: build $(DEV)
+
+$(VENV)/.tools: pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -c "import torch" 2>/dev/null || $(PIP) install "torch>=2.10"
+	sed -n 's/^requires = \[\(.*\)\]/\1/p' pyproject.toml | tr -d , | xargs $(PIP) install -q
+	@touch $@
+
+# The libraries are up to date by then: these two only link the source tree into the environment.
+$(VENV)/.installed: pyproject.toml setup.py | build
+	$(PIP) install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml setup.py | build
+	$(PIP) install -q --no-build-isolation -e ".[dev]"
+	@touch $@ $(INSTALLED)

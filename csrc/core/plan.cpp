@@ -1,0 +1,179 @@
+#include "core/plan.h"
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/error.h"
+#include "core/groups.h"
+#include "cublas/heuristics.h"
+#include "cutlass/sm90/descriptor_array/heuristics.h"
+#include "cutlass/sm90/pointer_array/heuristics.h"
+
+namespace gmm {
+namespace {
+
+#if GMM_WITH_CUDA
+constexpr bool kBuiltWithCuda = true;
+#else
+constexpr bool kBuiltWithCuda = false;
+#endif
+
+bool is_dtype(int dtype) { return dtype == GMM_BF16 || dtype == GMM_FP16 || dtype == GMM_FP32; }
+
+void check_matrix(const gmm_matrix &m, const char *name, int group) {
+  GMM_CHECK(m.rows >= 0 && m.cols >= 0, "%s[%d]: expected rows and cols >= 0, got %lld x %lld", name, group,
+            (long long)m.rows, (long long)m.cols);
+  const int64_t extent = m.column_major ? m.rows : m.cols;
+  GMM_CHECK(m.ld >= 1 && m.ld >= extent, "%s[%d]: expected a leading dimension of at least %lld, got %lld", name, group,
+            (long long)(extent > 1 ? extent : 1), (long long)m.ld);
+  const int64_t lines = m.column_major ? m.cols : m.rows;
+  GMM_CHECK(lines == 0 || m.ld <= INT64_MAX / 8 / lines,
+            "%s[%d]: %lld lines of %lld elements overflow 64-bit addresses", name, group, (long long)lines,
+            (long long)m.ld);
+  GMM_CHECK(m.data || m.rows == 0 || m.cols == 0, "%s[%d]: data is NULL but the matrix is %lld x %lld", name, group,
+            (long long)m.rows, (long long)m.cols);
+}
+
+void check_group(const gmm_args &args, int i) {
+  const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
+  check_matrix(a, "a", i);
+  check_matrix(b, "b", i);
+  check_matrix(d, "d", i);
+  GMM_CHECK(a.cols == b.rows, "b[%d]: expected %lld rows (K of a[%d]), got %lld", i, (long long)a.cols, i,
+            (long long)b.rows);
+  GMM_CHECK(d.rows == a.rows && d.cols == b.cols, "d[%d]: expected %lld x %lld, got %lld x %lld", i, (long long)a.rows,
+            (long long)b.cols, (long long)d.rows, (long long)d.cols);
+  GMM_CHECK(!d.column_major, "d[%d]: expected row-major, got column-major", i);
+  GMM_CHECK(!args.bias || args.bias[i] || d.cols == 0, "bias[%d]: expected %lld elements, got NULL", i,
+            (long long)d.cols);
+}
+
+// The kernel of that name; nullptr when there is none, or no name.
+template <size_t kCount>
+const sm90::Kernel *find_kernel(const char *name, const sm90::Kernel *const (&kernels)[kCount]) {
+  for (const sm90::Kernel *kernel : kernels)
+    if (name && std::strcmp(kernel->name, name) == 0) return kernel;
+  return nullptr;
+}
+
+// The three plan_... functions: true when the call can run there; they complete the plan. `why` may be null.
+bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
+  if (device.sm != 90) {
+    if (why) *why = format("its kernels are compiled for sm90a, which only sm90 runs; the device is sm%d", device.sm);
+    return false;
+  }
+  if (args.ab_dtype == GMM_FP32) {
+    if (why) *why = "takes bf16 and fp16 inputs, got fp32";
+    return false;
+  }
+  const int sm_count = device.sm_count - args.sm_margin;
+  if (sm_count < 2) {
+    if (why) *why = format("sm_margin %d leaves fewer than 2 of %d SMs", args.sm_margin, device.sm_count);
+    return false;
+  }
+  // Both families sum a row's products in the same order, so the choice never changes a bit of the result.
+  if (sm90::descriptor_array::accepts(args)) {
+    const sm90::Kernel *asked = find_kernel(args.kernel, sm90::descriptor_array::kKernels);
+    if (asked || !args.kernel) {
+      plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args);
+      plan.launches = sm90::descriptor_array::launches(args);
+    }
+  }
+  if (!plan.kernel && sm90::pointer_array::accepts(args, why)) {
+    const sm90::Kernel *asked = find_kernel(args.kernel, sm90::pointer_array::kKernels);
+    if (asked || !args.kernel) {
+      plan.kernel = asked ? asked : &sm90::pointer_array::choose(args, sm_count);
+      plan.launches = sm90::pointer_array::launches(plan.products);
+      plan.workspace_bytes = sm90::pointer_array::workspace_bytes(plan.products, sm_count);
+    } else if (why) {
+      *why = format("no kernel named '%s' takes this call", args.kernel);
+    }
+  }
+  if (!plan.kernel) return false;
+  plan.fill_all = args.bias && args.accumulate;  // C is one operand: it holds D, so the bias goes into D first
+  return true;
+}
+
+bool plan_cublas(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
+  if (!cublas::accepts(args, device.sm, why)) return false;
+  plan.streams = cublas::choose_streams(args, device.sm_count);
+  plan.launches = plan.products;
+  plan.fill_all = args.bias != nullptr;  // D = bias, then the product is added to it in fp32 and rounded once
+  plan.workspace_bytes = plan.products ? plan.streams * cublas::workspace_bytes_per_stream(device.sm) : 0;
+  return true;
+}
+
+bool plan_backend(gmm_backend backend, const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
+  if (!device.what_if && !kBuiltWithCuda) {
+    if (why) *why = "not in this build (GMM_CUDA=0, or no nvcc when it was built)";
+    return false;
+  }
+  plan.backend = backend;
+  return backend == GMM_BACKEND_CUTLASS ? plan_cutlass(args, device, plan, why) : plan_cublas(args, device, plan, why);
+}
+
+// The part of the plan that every backend shares: which groups have a product, and which only a fill.
+Plan count_groups(const gmm_args &args) {
+  Plan plan;
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (has_product(args, i))
+      ++plan.products;
+    else if (args.d[i].rows > 0 && args.d[i].cols > 0 && (!args.accumulate || args.bias))
+      plan.fill = true;
+  }
+  return plan;
+}
+
+}  // namespace
+
+const char *backend_name(gmm_backend backend) { return backend == GMM_BACKEND_CUTLASS ? "cutlass" : "cublas"; }
+
+void check_args(const gmm_args &args) {
+  GMM_CHECK(args.num_groups >= 0, "num_groups: expected >= 0, got %d", args.num_groups);
+  GMM_CHECK(is_dtype(args.ab_dtype), "ab_dtype: expected a gmm_dtype, got %d", int(args.ab_dtype));
+  GMM_CHECK(is_dtype(args.d_dtype), "d_dtype: expected a gmm_dtype, got %d", int(args.d_dtype));
+  GMM_CHECK(args.d_dtype == args.ab_dtype || args.d_dtype == GMM_FP32,
+            "d_dtype: expected the dtype of a and b, or fp32; got %s", args.d_dtype == GMM_BF16 ? "bf16" : "fp16");
+  GMM_CHECK(args.sm_margin >= 0, "sm_margin: expected >= 0, got %d", args.sm_margin);
+  GMM_CHECK(args.backend >= GMM_BACKEND_AUTO && args.backend < GMM_NUM_BACKENDS,
+            "backend: expected a gmm_backend, got %d", int(args.backend));
+  if (args.num_groups == 0) return;
+  GMM_CHECK(args.a && args.b && args.d, "a, b, d: expected arrays of %d matrices, got NULL", args.num_groups);
+  for (int i = 0; i < args.num_groups; ++i) check_group(args, i);
+}
+
+Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {
+  const Plan shared = count_groups(args);
+  Plan chosen;
+  for (gmm_backend backend : {GMM_BACKEND_CUTLASS, GMM_BACKEND_CUBLAS}) {  // in order of preference
+    const bool wanted = args.backend == GMM_BACKEND_AUTO || args.backend == backend;
+    if (!reasons && (!wanted || chosen.backend != GMM_BACKEND_AUTO)) continue;
+    Plan plan = shared;
+    std::string *why = reasons ? &(*reasons)[backend] : nullptr;
+    if (!plan_backend(backend, args, device, plan, why)) continue;
+    if (!wanted) {
+      *why = "not asked for";
+    } else if (chosen.backend != GMM_BACKEND_AUTO) {
+      *why = format("%s takes the call and comes first", backend_name(chosen.backend));
+    } else {
+      chosen = plan;
+      if (why)
+        *why =
+            args.backend == backend ? "chosen: asked for" : "chosen: first in order of preference that takes the call";
+    }
+  }
+  if (chosen.backend == GMM_BACKEND_AUTO) {
+    Reasons texts;
+    if (!reasons) return make_plan(args, device, &texts);  // again, for the texts of the error
+    const auto why = [&](gmm_backend backend) { return (*reasons)[backend].c_str(); };
+    throw Error(GMM_ERROR_UNSUPPORTED,
+                args.backend == GMM_BACKEND_AUTO
+                    ? format("no backend takes this call. cutlass: %s. cublas: %s", why(GMM_BACKEND_CUTLASS),
+                             why(GMM_BACKEND_CUBLAS))
+                    : format("backend '%s' cannot take this call: %s", backend_name(args.backend), why(args.backend)));
+  }
+  chosen.fill = chosen.fill || (chosen.fill_all && chosen.products > 0);
+  return chosen;
+}
+
+}  // namespace gmm

@@ -1,0 +1,5 @@
+#include "cutlass/sm90/pointer_array/gemm.cuh"
+
+namespace gmm::sm90::pointer_array {
+template void launch_gemm<k128x192, GMM_FP16>(const Gemm &, cudaStream_t);
+}  // namespace gmm::sm90::pointer_array

@@ -1,0 +1,123 @@
+// Tensor[] arguments of a boxed stable-ABI kernel, read with as few shim calls as the checks allow.
+//
+// torch::stable::Tensor holds a shared_ptr a tensor; on three lists of 64 tensors that costs a sixth of the op's host
+// time, so the lists here own plain handles.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "torch/strides.h"
+
+namespace gmm {
+
+// What is needed of one tensor. Sizes and strides are borrowed from it, and have `dim` elements.
+struct TensorView {
+  AtenTensorHandle handle;
+  int64_t dim;
+  int64_t *sizes;
+  int64_t *strides;
+  int32_t dtype;
+  int32_t device_type;
+  int32_t device_index;
+
+  explicit TensorView(AtenTensorHandle tensor) : handle(tensor) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor, &dim));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor, &sizes));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor, &strides));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor, &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device_index));
+  }
+
+  const void *data() const {
+    const void *pointer;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &pointer));
+    return pointer;
+  }
+
+  void *mutable_data() const {
+    void *pointer;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &pointer));
+    return pointer;
+  }
+
+  // For two dimensions. The C API takes A, B and D in one struct, so the pointer is not const; A and B are only read.
+  Strided strided(const void *pointer) const {
+    return {const_cast<void *>(pointer), sizes[0], sizes[1], strides[0], strides[1]};
+  }
+
+  // A reference of its own, for the ops that take torch::stable::Tensor.
+  torch::stable::Tensor tensor() const {
+    AtenTensorHandle copy;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
+    return torch::stable::Tensor(copy);
+  }
+};
+
+// A Tensor[] or Tensor[]? of the stack. Owns its tensors until its end, or until release().
+class TensorList {
+ public:
+  static TensorList required(StableIValue value) {
+    return TensorList(torch::stable::detail::to<StableListHandle>(value), nullptr);
+  }
+
+  static TensorList optional(StableIValue value) {
+    auto *box = torch::stable::detail::to<StableIValue *>(value);
+    return TensorList(box ? torch::stable::detail::to<StableListHandle>(*box) : nullptr, box);
+  }
+
+  static TensorList empty(size_t capacity) {
+    StableListHandle list;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(capacity, &list));
+    return TensorList(list, nullptr);
+  }
+
+  TensorList(const TensorList &) = delete;
+  TensorList &operator=(const TensorList &) = delete;
+
+  ~TensorList() {
+    if (!list_) return;
+    for (const TensorView &tensor : views_) aoti_torch_delete_tensor_object(tensor.handle);
+    torch_delete_list(list_);
+    delete box_;  // made by libtorch with new, as torch::stable does it for targets before 2.13
+  }
+
+  void push_back(const torch::stable::Tensor &tensor) {
+    const StableIValue item = torch::stable::detail::from(tensor);
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_push_back(list_, item));
+    views_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
+  }
+
+  // Gives list and tensors up, to be put on the stack.
+  StableIValue release() { return torch::stable::detail::from(std::exchange(list_, nullptr)); }
+
+  bool present() const { return list_ != nullptr; }
+  size_t size() const { return views_.size(); }
+  const TensorView &operator[](size_t i) const { return views_[i]; }
+  auto begin() const { return views_.begin(); }
+  auto end() const { return views_.end(); }
+
+ private:
+  TensorList(StableListHandle list, StableIValue *box) : list_(list), box_(box) {
+    if (!list) return;
+    size_t size;
+    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
+    views_.reserve(size);
+    for (size_t i = 0; i < size; ++i) {
+      StableIValue item;
+      STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(list, i, &item));
+      views_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
+    }
+  }
+
+  StableListHandle list_;
+  StableIValue *box_;
+  std::vector<TensorView> views_;
+};
+
+}  // namespace gmm

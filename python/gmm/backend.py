@@ -1,0 +1,102 @@
+"""Which backend a call takes: backend=, then use_backend(), then GMM_BACKEND, then the library's own choice."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+
+from gmm._library import core
+
+BACKENDS = ("auto", "cutlass", "cublas", "reference")
+
+_selected: ContextVar[str | None] = ContextVar("gmm_backend", default=None)
+_environment = os.environ.get("GMM_BACKEND", "auto")
+
+
+class Choice(NamedTuple):
+    """What an op's backend string says."""
+
+    name: str
+    kernel: str  # the CUTLASS kernel that must take the call; "": any
+    fall_back: bool  # when the backend cannot take the call: warn, and let the library choose
+
+
+def parse(text: str, argument: str = "backend") -> Choice:
+    """Reads "NAME" (must take the call), "NAME,auto" (falls back with a warning) or "cutlass: KERNEL" (as in
+    last_backend()). Raises ValueError for another name."""
+    choice, _, fallback = text.partition(",")
+    name, _, kernel = choice.partition(":")
+    if name not in BACKENDS:
+        raise ValueError(f"{argument}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}")
+    return Choice(name, kernel.strip() if name == "cutlass" else "", fallback != "")
+
+
+class use_backend:
+    """Sets the backend of the calls that name none: from now on, or within a `with` block.
+
+    use_backend("cublas") holds until the next one; `with use_backend("cublas"):` restores what was before. Both hold
+    for this thread (or asyncio task); a compiled function keeps what held when it was compiled.
+
+    Args:
+        name: "auto", "cutlass", "cublas" or "reference"; what last_backend() gave works, too, and asks for that CUTLASS
+            kernel. None takes back what was set, so that GMM_BACKEND holds again.
+
+    Raises:
+        ValueError: for another name.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        if name is not None:
+            parse(name)
+        self._before = _selected.set(name)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        _selected.reset(self._before)
+
+
+@torch.compiler.assume_constant_result  # a ContextVar cannot be traced by torch < 2.12
+def resolve(backend: str | None) -> str:
+    """The ops' backend string for a call with that argument."""
+    name = backend if backend is not None else _selected.get()
+    if name is not None:
+        parse(name)
+        return name
+    if _environment == "auto":
+        return "auto"
+    parse(_environment, "GMM_BACKEND")
+    return f"{_environment},auto"
+
+
+def last_backend() -> str:
+    """What ran this thread's last call, as "backend: kernel"; "" before the first. Does not synchronise."""
+    return core.last_backend()
+
+
+_warned: set[str] = set()
+
+
+def check_reference(backend: str, device: torch.device) -> None:
+    """For the reference implementation: raises, or warns once, when `backend` asks for one that needs CUDA tensors."""
+    choice = parse(backend)
+    if choice.name in ("auto", "reference"):
+        return
+    text = f"backend '{choice.name}' cannot take this call: it needs CUDA tensors, a[0] is on {device}"
+    if not choice.fall_back:
+        raise RuntimeError(text)
+    if choice.name not in _warned:
+        _warned.add(choice.name)
+        _warn(f"GMM_BACKEND: {text}")
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=2)
+
+
+torch.library.impl("gmm::warn", "default", _warn)  # csrc/torch/ops.cpp's way to a Python warning

@@ -1,0 +1,104 @@
+"""Targets: every test that computes runs on each device with each backend that the machine has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import cases
+import pytest
+import torch
+
+import gmm
+
+
+class Target(NamedTuple):
+    """A device and the backend asked for on it."""
+
+    device: torch.device
+    backend: str
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What the backend takes for a and b."""
+        return cases.HALVES if self.backend == "cutlass" else cases.DTYPES
+
+
+CPU = pytest.param(Target(torch.device("cpu"), "reference"), id="cpu")
+GPU = [
+    pytest.param(Target(torch.device("cuda"), backend), id=backend, marks=pytest.mark.gpu)
+    for backend in ("cutlass", "cublas", "reference", "auto")
+]
+CUDA_BACKENDS = GPU[:2]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Registers the markers."""
+    config.addinivalue_line("markers", "memory(gib): needs that much free GPU memory")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips what this machine cannot run, with the reason."""
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _machine_can_run_it(request: pytest.FixtureRequest) -> None:
+    marker = request.node.get_closest_marker("memory")
+    if marker and torch.cuda.mem_get_info()[0] < marker.args[0] * 2**30:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < marker.args[0] * 2**30:
+            pytest.skip(f"needs {marker.args[0]} GiB of free GPU memory")
+
+
+@pytest.fixture(params=[CPU, *GPU])
+def target(request: pytest.FixtureRequest) -> Target:
+    """Each device with each backend."""
+    return _checked(request.param)
+
+
+@pytest.fixture(params=[CPU, GPU[3]])
+def auto_target(request: pytest.FixtureRequest) -> Target:
+    """Each device, with what the library chooses there."""
+    return _checked(request.param)
+
+
+@pytest.fixture(params=CUDA_BACKENDS)
+def cuda_target(request: pytest.FixtureRequest) -> Target:
+    """The two CUDA backends."""
+    return _checked(request.param)
+
+
+def _checked(target: Target) -> Target:
+    if target.backend == "cutlass" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the cutlass backend needs an sm90 GPU")
+    return target
+
+
+@pytest.fixture(autouse=True)
+def _settings_restored() -> Iterator[None]:
+    """No test leaves TF32 or a chosen backend to the next."""
+    tf32 = torch.backends.cuda.matmul.allow_tf32
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    gmm.use_backend(None)
+
+
+@pytest.fixture
+def python() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """python(code, **environment) runs code in a fresh interpreter, next to the tests; fails with its output."""
+
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        paths = [str(Path(gmm.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    return run

@@ -1,0 +1,41 @@
+"""The C interface: a C program links libgmm.so and plans without a GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import gmm
+
+ROOT = Path(__file__).parents[1]
+LIBRARY = Path(gmm.__file__).parent / "libgmm.so"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler named cc")
+def test_c_program(tmp_path: Path) -> None:
+    program = tmp_path / "plan"
+    include = ["-I", str(ROOT / "csrc" / "include")]
+    warnings = ["-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    link = [f"-L{LIBRARY.parent}", "-lgmm", f"-Wl,-rpath,{LIBRARY.parent}"]
+    command = ["cc", *warnings, *include, str(ROOT / "tests" / "c" / "plan.c"), "-o", str(program), *link]
+    compiled = subprocess.run(command, capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert gmm.__version__ in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+def test_only_the_c_interface_is_exported() -> None:
+    """No C++ symbol of this library can clash with another's; every function of gmm.h is there."""
+    symbols = subprocess.run(["nm", "-D", "--defined-only", LIBRARY], capture_output=True, text=True, check=True).stdout
+    exported = {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
+    header = (ROOT / "csrc" / "include" / "gmm" / "gmm.h").read_text()
+    declared = set(re.findall(r"GMM_API [^;]*?\b(gmm_\w+)\(", header))
+    assert len(declared) == 8
+    assert declared <= exported
+    assert {s for s in exported if "gmm" in s} == declared

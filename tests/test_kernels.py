@@ -1,0 +1,91 @@
+"""Every CUTLASS kernel by its name: the automatic choice takes only some of them at any size."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import cases
+import pytest
+import torch
+from cases import DGRAD, FORWARD, LAYOUTS, WGRAD, Group, Layout
+from check import make_call, run, same_bits
+
+import gmm
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CUDA = torch.device("cuda")
+HEADERS = (Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90").glob("*/heuristics.h")
+KERNELS = sorted(name for header in HEADERS for name in re.findall(r'"(sm90_\w+)"', header.read_text()))
+
+kernels = pytest.mark.parametrize("kernel", KERNELS)
+layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def test_there_are_kernels() -> None:
+    assert len(KERNELS) >= 2
+
+
+@kernels
+def test_each_can_be_asked_for(kernel: str) -> None:
+    """In the form that last_backend() gives."""
+    chosen = gmm.explain([(512, 128)] * 4, [(256, 128)] * 4, trans_b=True, sm=90, backend=f"cutlass: {kernel}")
+    assert (chosen.backend, chosen.kernel) == ("cutlass", kernel)
+    assert chosen.tile is not None and "x".join(map(str, chosen.tile)) in kernel
+    with gmm.use_backend(f"cutlass: {kernel}"):
+        assert gmm.explain([(512, 128)] * 4, [(256, 128)] * 4, trans_b=True, sm=90).kernel == kernel
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises((ValueError, RuntimeError), match="sm90_fastest"):
+        gmm.explain([(8, 8)], [(8, 8)], sm=90, backend="cutlass: sm90_fastest")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("accumulate", (False, True), ids=("overwrite", "accumulate"))
+@pytest.mark.parametrize("dtype", cases.HALVES, ids=cases.dtype_name)
+@layouts
+@kernels
+def test_values(kernel: str, layout: Layout, dtype: torch.dtype, accumulate: bool) -> None:
+    """Edge rows, K and N, and sizes of several tiles; a kernel may refuse a form, but not with a wrong result."""
+    edges = [
+        cases.ragged(cases.EDGE_ROWS, 200, 136, layout),
+        [Group(m, 136, k) for k in cases.EDGE_K_ALIGNED for m in (8, 120)],
+        [Group(m, n, 72) for n in cases.EDGE_N_ALIGNED for m in (8, 96)],
+        cases.ragged([0, 700, 1, 0, 1032, 64], 520, 776, layout),
+        [Group(16, 64, 64)] * 200,
+    ]
+    took = 0
+    for groups in edges:
+        for d_dtype in (dtype, FP32):
+            for bias in (False, True):
+                call = make_call(groups, layout, dtype, CUDA, d_dtype=d_dtype, bias=bias, accumulate=accumulate)
+                took += bool(run(call, f"cutlass: {kernel}"))
+    if layout == FORWARD and not accumulate:
+        assert took >= 4, "a kernel that is never taken"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", (FORWARD, DGRAD, WGRAD), ids=("forward", "dgrad", "wgrad"))
+def test_all_give_equal_bits(layout: Layout) -> None:
+    """The choice of a kernel changes the speed alone, so a group gives the same bits in any company."""
+    for groups in (cases.ragged([0, 700, 1, 1032, 64], 520, 776, layout), cases.ragged([8] * 40, 256, 4096, layout)):
+        results = {}
+        for kernel in KERNELS:
+            result = run(make_call(groups, layout, BF16, CUDA), f"cutlass: {kernel}")
+            if result:
+                results[kernel] = result
+        first, *others = results.values()
+        assert all(same_bits(first, other) for other in others), list(results)
+
+
+@pytest.mark.gpu
+@kernels
+def test_sm_margin_of_each(kernel: str) -> None:
+    """Any number of SMs gives the same bits, down to two."""
+    groups = cases.ragged([300, 8, 0, 1100], 512, 256, FORWARD)
+    results = [
+        run(make_call(groups, FORWARD, BF16, CUDA), f"cutlass: {kernel}", sm_margin=margin)
+        for margin in (0, 1, 65, 130)
+    ]
+    assert all(result and same_bits(results[0], result) for result in results)
