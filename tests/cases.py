@@ -107,32 +107,35 @@ class ModelShape(NamedTuple):
     tokens: int
     n: int
     k: int
-    balanced: bool
+    spread: str  # of the tokens over the experts: equal, unequal, skewed, or all-or-none
 
     def splits(self) -> list[int]:
-        """Tokens of each expert."""
-        if self.balanced:
+        """Tokens of each expert, multiples of 8."""
+        if self.spread == "equal":
             return [self.tokens] * self.groups
-        if self.tokens == 8:  # decode: each expert has none or 8
-            return [8 * bit for bit in torch.randint(0, 2, (self.groups,), generator=_generator()).tolist()]
-        return unbalanced_splits(self.tokens, self.groups)
-
-
-def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+        if self.spread == "unequal":
+            return unbalanced_splits(self.tokens, self.groups)
+        generator = torch.Generator().manual_seed(0)
+        if self.spread == "all-or-none":
+            return (torch.randint(0, 2, (self.groups,), generator=generator) * self.tokens).tolist()
+        share = torch._standard_gamma(
+            torch.full((self.groups,), 0.5), generator=generator
+        )  # normalised: Dirichlet(0.5)
+        return (share / share.sum() * self.groups * self.tokens).int().div(8, rounding_mode="floor").mul(8).tolist()
 
 
 # What the benchmark times. The first two carry the project's speed bars.
 MODEL_SHAPES = (
-    ModelShape("8x4096", 8, 4096, 768, 2048, True),
-    ModelShape("16x2048", 16, 2048, 768, 2048, True),
-    ModelShape("16x2048", 16, 2048, 768, 2048, False),
-    ModelShape("Qwen3-30B up", 128, 512, 1536, 2048, False),
-    ModelShape("Qwen3-30B down", 128, 512, 2048, 768, False),
-    ModelShape("DeepSeek-V3 up", 8, 4096, 4096, 7168, False),
-    ModelShape("DeepSeek-V3 up, 32 experts", 32, 1024, 4096, 7168, False),
-    ModelShape("Mixtral up", 8, 4096, 28672, 4096, True),
-    ModelShape("gpt-oss up", 32, 512, 5760, 2880, False),
-    ModelShape("small groups", 32, 64, 768, 2048, False),
-    ModelShape("decode", 128, 8, 1536, 2048, False),
+    ModelShape("8 experts", 8, 4096, 768, 2048, "equal"),
+    ModelShape("16 experts", 16, 2048, 768, 2048, "equal"),
+    ModelShape("16 experts", 16, 2048, 768, 2048, "unequal"),
+    ModelShape("Qwen3-30B up", 128, 512, 1536, 2048, "unequal"),
+    ModelShape("Qwen3-30B down", 128, 512, 2048, 768, "unequal"),
+    ModelShape("DeepSeek-V3 up", 8, 4096, 4096, 7168, "unequal"),
+    ModelShape("DeepSeek-V3 up", 32, 1024, 4096, 7168, "unequal"),
+    ModelShape("Mixtral up", 8, 4096, 28672, 4096, "equal"),
+    ModelShape("gpt-oss up", 32, 512, 5760, 2880, "unequal"),
+    ModelShape("64 experts", 64, 1024, 2048, 2048, "skewed"),
+    ModelShape("small groups", 32, 64, 768, 2048, "unequal"),
+    ModelShape("decode", 128, 8, 1536, 2048, "all-or-none"),
 )

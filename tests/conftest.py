@@ -37,8 +37,12 @@ CUDA_BACKENDS = GPU[:2]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Registers the markers."""
+    """Registers the marker, and keeps torch's CPU kernels to one thread.
+
+    The matrices are small: with two threads on two cores the suite took three times the CPU time, and on a busy machine
+    single tests took a minute, because threads spin while they wait for one another."""
     config.addinivalue_line("markers", "memory(gib): needs that much free GPU memory")
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -90,14 +94,19 @@ def _settings_restored() -> Iterator[None]:
     gmm.use_backend(None)
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a fresh interpreter that finds this gmm and these tests."""
+    paths = [str(Path(gmm.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
+
 @pytest.fixture
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
-    """python(code, **environment) runs code in a fresh interpreter, next to the tests; fails with its output."""
+    """python(code, **variables) runs code in a fresh interpreter; fails with its output."""
 
-    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        paths = [str(Path(gmm.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment(**variables), capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 

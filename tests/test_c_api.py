@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -15,16 +16,23 @@ ROOT = Path(__file__).parents[1]
 LIBRARY = Path(gmm.__file__).parent / "libgmm.so"
 
 
+def cublas_folders() -> list[str]:
+    """Where the cuBLAS lies that torch brought into this process; a CUDA build of libgmm.so needs it. Else empty."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sorted({str(Path(line.split()[-1]).parent) for line in maps if "libcublas" in line})
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler named cc")
 def test_c_program(tmp_path: Path) -> None:
     program = tmp_path / "plan"
-    include = ["-I", str(ROOT / "csrc" / "include")]
-    warnings = ["-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
-    link = [f"-L{LIBRARY.parent}", "-lgmm", f"-Wl,-rpath,{LIBRARY.parent}"]
-    command = ["cc", *warnings, *include, str(ROOT / "tests" / "c" / "plan.c"), "-o", str(program), *link]
+    compile_c = ["cc", "-std=c99", "-Wall", "-Wextra", "-Wpedantic", "-Werror", f"-I{ROOT / 'csrc' / 'include'}"]
+    folders = [str(LIBRARY.parent), *cublas_folders()]
+    link = [f"-L{folders[0]}", "-lgmm", *(f"-Wl,-rpath,{folder},-rpath-link,{folder}" for folder in folders)]
+    command = [*compile_c, str(ROOT / "tests" / "c" / "plan.c"), "-o", str(program), *link]
     compiled = subprocess.run(command, capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
-    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": ":".join(folders)}
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert gmm.__version__ in done.stdout
 

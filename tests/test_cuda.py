@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import statistics
@@ -56,12 +57,12 @@ def kernels_of(work: Callable[[], Any]) -> list[str]:
 
 def test_the_backend_that_is_named_really_ran(cuda_target: Target) -> None:
     """last_backend() is our word; the profiler's names are the proof."""
-    call = forward_call([512, 300, 8])
-    start(call, cuda_target.backend)
-    names = kernels_of(lambda: start(call, cuda_target.backend))
-    own = [name for name in names if "gmm::" in name or "cutlass::device_kernel" in name]
-    assert gmm.last_backend().startswith(cuda_target.backend)
-    assert bool(own) == (cuda_target.backend == "cutlass"), names
+    for d_dtype in (BF16, FP32):
+        call = forward_call([512, 300, 8], d_dtype=d_dtype)
+        start(call, cuda_target.backend)
+        names = kernels_of(functools.partial(start, call, cuda_target.backend))
+        assert gmm.last_backend().startswith(cuda_target.backend)
+        assert any("gmm::sm90" in name for name in names) == (cuda_target.backend == "cutlass"), names
 
 
 def test_one_launch_for_many_groups(cuda_target: Target) -> None:

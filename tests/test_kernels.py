@@ -53,7 +53,7 @@ def test_values(kernel: str, layout: Layout, dtype: torch.dtype, accumulate: boo
         [Group(m, 136, k) for k in cases.EDGE_K_ALIGNED for m in (8, 120)],
         [Group(m, n, 72) for n in cases.EDGE_N_ALIGNED for m in (8, 96)],
         cases.ragged([0, 700, 1, 0, 1032, 64], 520, 776, layout),
-        [Group(16, 64, 64)] * 200,
+        [Group(16, 64, 64)] * 100,
     ]
     took = 0
     for groups in edges:

@@ -200,8 +200,8 @@ def test_tile_of_weight_gradients(shape: cases.ModelShape) -> None:
 
 def test_kernel_names_tell_their_tile() -> None:
     for groups in ([Group(4096, 768, 2048)] * 8, [Group(8, 1536, 2048)] * 64, [Group(1024, 4096, 7168)] * 8):
-        for options in ({}, {"out_dtype": FP32}):
-            chosen = plan(groups, **options)
+        for out_dtype in (BF16, FP32):
+            chosen = plan(groups, out_dtype=out_dtype)
             assert chosen.tile is not None
             assert "x".join(map(str, chosen.tile)) in chosen.kernel
 

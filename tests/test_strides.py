@@ -8,8 +8,10 @@ import cases
 import pytest
 import torch
 from cases import DGRAD, FORWARD, LAYOUTS, WGRAD, Group, Layout
-from check import Call, add_outputs, make_call, randn, run, seeded
-from conftest import Target
+from check import CANARY, Call, add_outputs, make_call, randn, run, seeded
+from conftest import GPU, Target
+
+import gmm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -58,6 +60,7 @@ def test_strided_operands(target: Target, variant: str, layout: Layout) -> None:
             for one in operand:
                 operands = getattr(call, one)
                 operands[:] = [strided_variants(x)[variant] for x in operands]
+            call.independent = "repeated" not in variant
             run(call, target.backend)
 
 
@@ -117,3 +120,77 @@ def test_one_row_and_one_column_in_any_stride(target: Target) -> None:
         ):
             call = add_outputs(Call([a], [b], [], layout=layout), BF16)
             run(call, target.backend)
+
+
+def test_columns_beside_d_stay(target: Target) -> None:
+    """d is some columns of a buffer. TMA stores write whole 16 bytes, so those whose rows end elsewhere are not theirs."""
+    for n in (1, 3, 7, 100, 129):
+        for d_dtype in (BF16, FP32):
+            call = make_call([Group(70, n, 64), Group(5, n, 72)], FORWARD, BF16, target.device, d_dtype=d_dtype)
+            for i, d in enumerate(call.d):
+                call.guards[i] = torch.full((d.shape[0], n + 16 - n % 8), CANARY, dtype=d_dtype, device=target.device)
+                call.d[i] = call.guards[i][:, :n].fill_(float("nan"))
+            run(call, target.backend)
+
+
+def test_columns_beside_a_and_b_reach_nothing(target: Target) -> None:
+    """a and b are some columns of buffers of NaN, of any number: what TMA loads is cut to the element."""
+    for layout in LAYOUTS.values():
+        for group in (Group(70, 64, 13), Group(13, 64, 64), Group(5, 64, 1), Group(200, 136, 100)):
+            call = make_call([group], layout, BF16, target.device)
+            for operands in (call.a, call.b):
+                rows, columns = operands[0].shape
+                buffer = torch.full((rows, columns + 16 - columns % 8), float("nan"), dtype=BF16, device=target.device)
+                buffer[:, :columns] = operands[0]
+                operands[0] = buffer[:, :columns]
+            run(call, target.backend)
+
+
+# 64-bit addressing
+
+
+@pytest.mark.memory(24)
+@pytest.mark.parametrize("target", GPU[:2] + GPU[3:])
+def test_more_than_2_31_elements(target: Target) -> None:
+    """A, then D, beyond 2^31 elements; checked at the far end."""
+    rows, wide = 2**21 + 8, 1032
+    a = torch.zeros(rows, wide, dtype=BF16, device="cuda")
+    a[-64:] = torch.randn(64, wide, device="cuda")
+    w = torch.randn(8, wide, device="cuda").bfloat16()
+    (d,) = gmm.multi_tensor_gemm([a], [w], trans_b=True, backend=target.backend)
+    assert target.backend in ("auto", gmm.last_backend().split(":")[0])
+    _same_as_alone(d[-64:], a[-64:], w.t())
+    assert not d[:-64].any()
+    (back,) = gmm.multi_tensor_gemm([d], [w], backend=target.backend)  # [rows, 8] @ [8, wide]
+    _same_as_alone(back[-64:], d[-64:], w)
+    assert not back[:-64].any()
+    (dw,) = gmm.multi_tensor_gemm([d], [a], trans_a=True, out_dtype=FP32, backend=target.backend)
+    _same_as_alone(dw, d[-64:].t(), a[-64:])
+
+
+@pytest.mark.memory(24)
+@pytest.mark.parametrize("target", [GPU[1], GPU[3]])
+def test_row_stride_of_2_31(target: Target) -> None:
+    stride = 2**31 + 8
+    a = torch.zeros(stride + 64, dtype=BF16, device="cuda").as_strided((2, 64), (stride, 1))
+    a.copy_(torch.randn(2, 64, device="cuda"))
+    w = torch.randn(8, 64, device="cuda").bfloat16()
+    (d,) = gmm.multi_tensor_gemm([a], [w], trans_b=True, backend=target.backend)
+    _same_as_alone(d, a, w.t())
+
+
+@pytest.mark.memory(24)
+@pytest.mark.parametrize("target", GPU[:2] + GPU[3:])
+def test_expert_offsets_beyond_2_31(target: Target) -> None:
+    """64 experts of 4096 x 14336 in one buffer of 3.8e9 elements."""
+    w = torch.zeros(64, 4096, 14336, dtype=BF16, device="cuda")
+    w[-1] = torch.randn(4096, 14336, device="cuda")
+    x = torch.randn(64 * 8, 14336, device="cuda").bfloat16()
+    results = gmm.multi_tensor_gemm(x.split(8), w.unbind(), trans_b=True, backend=target.backend)
+    _same_as_alone(results[-1], x[-8:], w[-1].t())
+    assert not any(y.any() for y in results[:-1])
+
+
+def _same_as_alone(d: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    exact = a.double() @ b.double()
+    assert (d.double() - exact).norm() <= 2.0**-8 * exact.norm()

@@ -140,17 +140,32 @@ def test_grads_of_any_strides(auto_target: Target, layout: Layout) -> None:
         assert_grads_match(call, outputs, [make(y) for y in outputs])
 
 
+@layouts
+def test_grads_of_column_major_operands(auto_target: Target, layout: Layout) -> None:
+    """Gradients come in the strides of what they are gradients of, so that optimizers need no copy."""
+    groups = [Group(24, 40, 16), Group(33, 8, 72)]
+    for a_too, count in ((False, 2), (True, 2), (True, 1)):
+        call = make_call(groups, layout, FP32, auto_target.device)
+        for operands in (call.a, call.b) if a_too else (call.b,):
+            operands[:count] = [x.t().contiguous().t() for x in operands[:count]]
+        inputs = list(leaves(call))
+        outputs = gmm.multi_tensor_gemm(call.a, call.b, **flags(layout))
+        grads = random_grads(outputs)
+        ours = torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+        assert count == 1 or all(g.stride() == x.stride() for g, x in zip(ours, inputs, strict=True))
+        assert_grads_match(call, outputs, grads)
+
+
 def test_only_the_grads_that_are_needed(auto_target: Target) -> None:
     """A frozen weight, an unused output, an input that needs none."""
-    call = make_call([Group(24, 40, 16)] * 3, FORWARD, FP32, auto_target.device, bias=True)
-    call.b[1].requires_grad_()
-    call.a[2].requires_grad_()
-    outputs = gmm.multi_tensor_gemm(call.a, call.b, bias=call.bias, trans_b=True)
+    call = make_call([Group(24, 40, 16)] * 3, FORWARD, FP32, auto_target.device)
+    needed = [call.b[1].requires_grad_(), call.a[2].requires_grad_()]
+    outputs = gmm.multi_tensor_gemm(call.a, call.b, trans_b=True)
     outputs[1].sum().backward()
     exact = torch.ones(40, 24, device=auto_target.device) @ call.a[1]
-    assert torch.allclose(call.b[1].grad, exact, rtol=1e-5, atol=1e-5)
-    assert call.a[2].grad is None or not call.a[2].grad.any()
-    assert all(x.grad is None for x in (call.a[0], call.a[1], call.b[0], call.b[2], call.bias[0]))
+    assert needed[0].grad is not None and torch.allclose(needed[0].grad, exact, rtol=1e-5, atol=1e-5)
+    assert needed[1].grad is None or not needed[1].grad.any()
+    assert all(x.grad is None for x in (call.a[0], call.a[1], call.b[0], call.b[2]))
 
 
 @pytest.mark.parametrize("tokens", ([0, 0, 0], [0, 24, 0]), ids=("all_empty", "some_empty"))

@@ -66,17 +66,12 @@ const Device &device_properties(int ordinal) {
   return devices[ordinal];
 }
 
-DeviceGuard::DeviceGuard(int ordinal) : previous_(ordinal), changed_(false) {
+DeviceGuard::DeviceGuard(int ordinal) : previous_(ordinal) {
   GMM_CUDA_CHECK(cudaGetDevice(&previous_));
-  if (previous_ != ordinal) {
-    GMM_CUDA_CHECK(cudaSetDevice(ordinal));
-    changed_ = true;
-  }
+  GMM_CUDA_CHECK(cudaSetDevice(ordinal));
 }
 
-DeviceGuard::~DeviceGuard() {
-  if (changed_) cudaSetDevice(previous_);
-}
+DeviceGuard::~DeviceGuard() { cudaSetDevice(previous_); }
 
 #else
 
@@ -85,7 +80,7 @@ const Device &device_properties(int) {
               "this build of gmm has no CUDA backends (GMM_CUDA=0, or no nvcc when it was built)");
 }
 
-DeviceGuard::DeviceGuard(int ordinal) : previous_(ordinal), changed_(false) {}
+DeviceGuard::DeviceGuard(int ordinal) : previous_(ordinal) {}
 DeviceGuard::~DeviceGuard() = default;
 
 #endif

@@ -18,7 +18,8 @@ const Device &device_properties(int ordinal);
 // The device that a caller of gmm_plan() describes.
 Device what_if_device(const gmm_device &device);
 
-// Makes `ordinal` the current device until the end of the scope.
+// Makes `ordinal` the current device until the end of the scope, with its context current for driver calls, which in a
+// new thread it is not.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int ordinal);
@@ -28,7 +29,6 @@ class DeviceGuard {
 
  private:
   int previous_;
-  bool changed_;
 };
 
 }  // namespace gmm

@@ -26,10 +26,11 @@ void check_matrix(const gmm_matrix &m, const char *name, int group) {
   const int64_t extent = m.column_major ? m.rows : m.cols;
   GMM_CHECK(m.ld >= 1 && m.ld >= extent, "%s[%d]: expected a leading dimension of at least %lld, got %lld", name, group,
             (long long)(extent > 1 ? extent : 1), (long long)m.ld);
-  const int64_t lines = m.column_major ? m.cols : m.rows;
-  GMM_CHECK(lines == 0 || m.ld <= INT64_MAX / 8 / lines,
-            "%s[%d]: %lld lines of %lld elements overflow 64-bit addresses", name, group, (long long)lines,
-            (long long)m.ld);
+  int64_t bytes;
+  GMM_CHECK(!__builtin_mul_overflow(m.column_major ? m.cols : m.rows, m.ld, &bytes) &&
+                !__builtin_mul_overflow(bytes, int64_t(sizeof(float)), &bytes),
+            "%s[%d]: %lld x %lld with a leading dimension of %lld overflows 64-bit addresses", name, group,
+            (long long)m.rows, (long long)m.cols, (long long)m.ld);
   GMM_CHECK(m.data || m.rows == 0 || m.cols == 0, "%s[%d]: data is NULL but the matrix is %lld x %lld", name, group,
             (long long)m.rows, (long long)m.cols);
 }
@@ -90,15 +91,17 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
     }
   }
   if (!plan.kernel) return false;
-  plan.fill_all = args.bias && args.accumulate;  // C is one operand: it holds D, so the bias goes into D first
+  // C is one operand: D itself, or the bias. Where it must be both, or TMA cannot read the bias, the bias goes into D
+  // first.
+  plan.fill_all = args.bias && (args.accumulate || !sm90::pointer_array::takes_bias(args));
   return true;
 }
 
 bool plan_cublas(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
   if (!cublas::accepts(args, device.sm, why)) return false;
-  plan.streams = cublas::choose_streams(args, device.sm_count);
+  plan.streams = cublas::choose_streams(args);
   plan.launches = plan.products;
-  plan.fill_all = args.bias != nullptr;  // D = bias, then the product is added to it in fp32 and rounded once
+  plan.fill_all = args.bias != nullptr;  // D = bias; cuBLAS rounds the product to D's dtype and adds it
   plan.workspace_bytes = plan.products ? plan.streams * cublas::workspace_bytes_per_stream(device.sm) : 0;
   return true;
 }

@@ -38,19 +38,10 @@ bool accepts(const gmm_args &args, int sm, std::string *why) {
   return true;
 }
 
-int choose_streams(const gmm_args &args, int sm_count) {
+int choose_streams(const gmm_args &args) {
   int products = 0;
-  double tiles = 0;
-  for (int i = 0; i < args.num_groups; ++i) {
-    if (!has_product(args, i)) continue;
-    const gmm_matrix &d = args.d[i];
-    ++products;
-    tiles += double((d.rows + 127) / 128) * double((d.cols + 255) / 256);  // cuBLAS's usual large tile on Hopper
-  }
-  if (products == 0) return 1;
-  // A product that nearly fills the GPU by itself only loses L2 to its neighbours when they run side by side.
-  if (tiles / products >= 0.7 * sm_count) return 1;
-  return std::min(max_streams(), products);
+  for (int i = 0; i < args.num_groups; ++i) products += has_product(args, i);
+  return std::clamp(products, 1, max_streams());
 }
 
 }  // namespace gmm::cublas

@@ -46,6 +46,11 @@ unsigned long long capture_id(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusNone ? 0 : id;
 }
 
+// Whether a stream of the set is still part of a capture: those that a call forked into, which need not be all.
+bool in_capture(const LaneSet &set) {
+  return std::any_of(set.lanes.begin(), set.lanes.end(), [](const Lane &lane) { return capture_id(lane.stream) != 0; });
+}
+
 // Creating handles allocates; a capture in this thread would otherwise forbid that.
 class RelaxedCapture {
  public:
@@ -85,8 +90,7 @@ class Pool {
     const std::lock_guard<std::mutex> lock(mutex_);
     for (const auto &set : sets_) {
       if (set->busy) continue;
-      if (set->capture != 0 && set->capture != capture && capture_id(set->lanes.back().stream) == 0) set->capture = 0;
-      if (set->capture != 0 && set->capture != capture) continue;
+      if (set->capture != 0 && set->capture != capture && in_capture(*set)) continue;
       set->busy = true;
       set->capture = capture;
       return set.get();
@@ -156,7 +160,8 @@ void prepare(const gmm_args &args, const Plan &plan, LaneSet &set, void *workspa
     GMM_CUBLAS_CHECK(cublasSetStream(lane.handle, i == 0 ? stream : lane.stream));
     // After cublasSetStream, which puts cuBLAS's own workspace back.
     GMM_CUBLAS_CHECK(cublasSetWorkspace(lane.handle, static_cast<char *>(workspace) + i * bytes, bytes));
-    GMM_CUBLAS_CHECK(cublasSetSmCountTarget(lane.handle, args.sm_margin ? device.sm_count - args.sm_margin : 0));
+    const int sm_target = args.sm_margin ? std::max(device.sm_count - args.sm_margin, 1) : 0;  // 0: all
+    GMM_CUBLAS_CHECK(cublasSetSmCountTarget(lane.handle, sm_target));
   }
 }
 

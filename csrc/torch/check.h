@@ -135,9 +135,10 @@ inline void check_bias(const TensorList &a, const TensorList &b, const TensorLis
 // Reads the ops' backend string: "NAME" must take the call; "NAME,auto" falls back with a warning; "cutlass: KERNEL" is
 // one kernel, as gmm_last_backend() writes it.
 inline void set_backend(Options &options, const std::string &text) {
-  const std::string choice = text.substr(0, text.find(','));
+  const size_t comma = text.find(",auto");
+  const std::string choice = text.substr(0, comma);
   const std::string name = choice.substr(0, choice.find(':'));
-  options.fall_back = choice != text;
+  options.fall_back = comma != std::string::npos;
   options.reference = name == "reference";
   if (name == "cutlass") {
     options.backend = GMM_BACKEND_CUTLASS;
@@ -146,7 +147,7 @@ inline void set_backend(Options &options, const std::string &text) {
   } else if (name == "cublas") {
     options.backend = GMM_BACKEND_CUBLAS;
   } else if (name != "auto" && name != "reference") {
-    fail("backend: expected auto, cutlass, cublas or reference, got '%s'", name.c_str());
+    fail("backend: expected auto, cutlass, cublas or reference, got '%s'", choice.c_str());
   }
 }
 

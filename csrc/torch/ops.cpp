@@ -60,7 +60,7 @@ Tensor empty_contiguous(int64_t rows, int64_t cols, int32_t dtype, const TensorV
 // dimension (expanded, or strided in both dimensions), and of a d that is not row-major.
 class Matrices {
  public:
-  Matrices(size_t groups) { matrices_.reserve(3 * groups); }
+  explicit Matrices(size_t groups) { matrices_.reserve(3 * groups); }
 
   const gmm_matrix *add_inputs(const TensorList &list, bool transpose) {
     const gmm_matrix *first = matrices_.data() + matrices_.size();

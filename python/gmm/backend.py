@@ -14,7 +14,7 @@ from gmm._library import core
 BACKENDS = ("auto", "cutlass", "cublas", "reference")
 
 _selected: ContextVar[str | None] = ContextVar("gmm_backend", default=None)
-_environment = os.environ.get("GMM_BACKEND", "auto")
+_environment = os.environ.get("GMM_BACKEND") or "auto"
 
 
 class Choice(NamedTuple):
@@ -28,11 +28,11 @@ class Choice(NamedTuple):
 def parse(text: str, argument: str = "backend") -> Choice:
     """Reads "NAME" (must take the call), "NAME,auto" (falls back with a warning) or "cutlass: KERNEL" (as in
     last_backend()). Raises ValueError for another name."""
-    choice, _, fallback = text.partition(",")
+    choice = text.removesuffix(",auto")
     name, _, kernel = choice.partition(":")
     if name not in BACKENDS:
-        raise ValueError(f"{argument}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {name!r}")
-    return Choice(name, kernel.strip() if name == "cutlass" else "", fallback != "")
+        raise ValueError(f"{argument}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {choice!r}")
+    return Choice(name, kernel.strip() if name == "cutlass" else "", choice != text)
 
 
 class use_backend:

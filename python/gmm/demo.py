@@ -83,7 +83,8 @@ class Task:
 
 def train(layer: MoE, task: Task, steps: int) -> list[float]:
     """AdamW on fresh batches. Returns the loss of each step."""
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3)
+    lr = 0.4 / layer.router.in_features  # Adam moves every weight alike, and a wider sum moves more
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=lr)
     losses = []
     for _ in progress(range(steps)):
         loss = task.loss(layer)
@@ -102,12 +103,12 @@ class Row:
     ran: str  # backend: kernel
     seconds: float
     tflops: float
-    error: float  # largest |result - exact| / (|A| |B|), the scale of rounding errors
-    allowed: float
+    error: float  # largest |result - exact|, relative to the largest |exact|
+    of_bound: float  # largest |result - exact| / bound of that element
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.allowed  # False for NaN
+        return self.of_bound <= 1  # False for NaN
 
 
 def check_product(product: Product) -> Iterator[Row]:
@@ -143,29 +144,28 @@ def check_call(
     start = [torch.randn(shape, dtype=dtype, device=a[0].device) for shape in shapes]
     d = [t.clone() for t in start]
 
-    def run() -> None:
-        gmm.multi_tensor_gemm(a, b, d, trans_a=trans_a, trans_b=trans_b, accumulate=accumulate)
+    def run() -> Tensors:
+        return gmm.multi_tensor_gemm(a, b, d, trans_a=trans_a, trans_b=trans_b, accumulate=accumulate)
 
-    run()
-    results, ran = [t.clone() for t in d], gmm.last_backend()
+    results, ran = [t.clone() for t in run()], gmm.last_backend()
     seconds = measure(run, a[0].device)
     flops = sum(2 * s.numel() * t.shape[1] for s, t in zip(left, right, strict=True))
 
-    worst, worst_allowed = 0.0, UNIT[dtype]
-    for outputs in filter(None, (results, from_autograd)):
-        for i, out in enumerate(outputs):
-            exact, scale = left[i].double() @ right[i].double(), left[i].double().abs() @ right[i].double().abs()
-            if accumulate:
-                exact, scale = exact + start[i], scale + start[i].abs()
-            # One rounding of D, and fp32 sums whose errors add up like a random walk.
-            allowed = UNIT[dtype] + math.sqrt(left[i].shape[1]) * 2.0**-22
-            error = ((out - exact).abs() / scale.clamp_min(2.0**-100)).amax().item() if out.numel() else 0.0
-            if not error / allowed <= worst / worst_allowed:  # NaN included
-                worst, worst_allowed = error, allowed
-    return Row(name, ran, seconds, flops / seconds / 1e12, worst, worst_allowed)
+    error = largest = of_bound = torch.zeros((), dtype=torch.float64, device=a[0].device)
+    for i in (i for i, t in enumerate(d) if t.numel()):
+        exact, scale = left[i].double() @ right[i].double(), left[i].double().abs() @ right[i].double().abs()
+        if accumulate:
+            exact, scale = exact + start[i], scale + start[i].abs()
+        # One rounding of D, and fp32 sums whose errors add up like a random walk.
+        bound = UNIT[dtype] * exact.abs() + math.sqrt(left[i].shape[1]) * 2.0**-22 * scale + 2.0**-100
+        largest = largest.maximum(exact.abs().amax())
+        for result in (results[i], *from_autograd[i : i + 1]):
+            error = error.maximum((result - exact).abs().amax())
+            of_bound = of_bound.maximum(((result - exact).abs() / bound).amax())
+    return Row(name, ran, seconds, flops / seconds / 1e12, (error / largest).item(), of_bound.item())
 
 
-def measure(run: Callable[[], None], device: torch.device) -> float:
+def measure(run: Callable[[], Tensors], device: torch.device) -> float:
     """Median seconds of a call. On CUDA, of ten calls in a row, so that the host's time does not show."""
 
     def once() -> float:
@@ -196,10 +196,10 @@ def progress(steps: range) -> Iterator[int]:
 
 def show(rows: Sequence[Row]) -> None:
     """A table of the rows."""
-    lines = [("product", "backend: kernel", "time", "TFLOP/s", "error", "allowed", "")]
+    lines = [("product", "backend: kernel", "time", "TFLOP/s", "max rel. error", "of bound", "")]
     for row in rows:
         time_and_rate = f"{row.seconds * 1e3:.3f} ms", f"{row.tflops:.3g}"
-        errors = f"{row.error:.1e}", f"{row.allowed:.1e}"
+        errors = f"{row.error:.1e}", f"{row.of_bound:.2f}"
         lines.append((row.name, row.ran, *time_and_rate, *errors, "ok" if row.passed else "WRONG"))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
@@ -243,4 +243,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # The CPU's products are small: threads that wait for one another took ten times as long on a busy machine.
+    torch.set_num_threads(1)
     sys.exit(main())

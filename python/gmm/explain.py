@@ -65,7 +65,7 @@ def explain(
         a, b, d, bias: as in multi_tensor_gemm; each list holds tensors, on any device, or shapes of contiguous tensors
             (stored shapes: [K, M] with trans_a).
         trans_a, trans_b, accumulate, out_dtype, sm_margin, backend: as in multi_tensor_gemm.
-        dtype: of a and b where they are shapes.
+        dtype: of a and b where they are shapes. d and bias are then of out_dtype.
         sm: compute capability to plan for, major * 10 + minor: 90 for H100 and H200. None: the device of the tensors;
             for shapes and meta tensors the current CUDA device, or the CPU on a machine without.
         sm_count: its multiprocessors; None: typical for that architecture. Only with sm.

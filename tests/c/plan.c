@@ -84,6 +84,7 @@ static void test_facts(void) {
 
 static void test_choice(void) {
   Call call;
+  char kernel[sizeof((gmm_plan_result *)0)->kernel];
   gmm_plan_result result;
 
   forward(&call);
@@ -113,6 +114,17 @@ static void test_choice(void) {
   call.args.backend = GMM_BACKEND_CUBLAS;
   CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
   CHECK(result.backend == GMM_BACKEND_CUBLAS && result.streams >= 1 && result.launches >= kGroups);
+
+  forward(&call);
+  call.args.backend = GMM_BACKEND_CUTLASS;
+  call.args.kernel = "sm90_none_such";
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED);
+  CHECK(strstr(gmm_last_error(), "sm90_none_such"));
+  call.args.kernel = NULL;
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
+  memcpy(kernel, result.kernel, sizeof kernel);
+  call.args.kernel = kernel; /* any kernel that a plan names may be asked for */
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strcmp(result.kernel, kernel) == 0);
 
   forward(&call);
   call.args.num_groups = 0;

@@ -8,7 +8,8 @@
 namespace gmm::sm90::descriptor_array {
 namespace {
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// 32 bits: 64-bit divisions would show in the host time of a call.
+uint32_t ceil_div(int64_t a, uint32_t b) { return (uint32_t(a) + b - 1) / b; }
 
 // What a TMA descriptor of 2-byte elements demands.
 bool tma_ready(const gmm_matrix &m) {
@@ -27,9 +28,10 @@ bool accepts(const gmm_args &args) {
     if (!has_product(args, i)) continue;
     const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
     if (a.column_major || !tma_ready(a) || !tma_ready(b) || !tma_ready(d)) return false;
+    if (d.cols % 8 != 0) return false;  // a TMA store writes the whole 16 bytes that a row ends in
     if (b_column_major >= 0 && b_column_major != b.column_major) return false;
     b_column_major = b.column_major;
-    tiles += ceil_div(d.rows, 16) * ceil_div(d.cols, 64);
+    tiles += int64_t(ceil_div(d.rows, 16)) * ceil_div(d.cols, 64);
     rows += d.rows;
   }
   return tiles < INT32_MAX && rows < INT32_MAX && launches(args) <= kMaxLaunches;
@@ -81,9 +83,9 @@ int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {
     double tiles = 0, time = 0;
     for (int i = 0; i < args.num_groups; ++i) {
       if (!has_product(args, i)) continue;
-      const int64_t m_tiles = ceil_div(args.d[i].rows, rows);
+      const uint32_t m_tiles = ceil_div(args.d[i].rows, rows);
       const double count = double(m_tiles) * double(ceil_div(args.d[i].cols, kernel.tile_n));
-      const int64_t tile_rows = ceil_div(ceil_div(args.d[i].rows, m_tiles), 16) * 16;
+      const uint32_t tile_rows = ceil_div(ceil_div(args.d[i].rows, m_tiles), 16) * 16;
       tiles += count;
       time += count * double(tile_rows + kOverheadRows) * double(args.a[i].cols);
     }

@@ -28,7 +28,7 @@ inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64};
 // True when every condition of the fast path holds:
 //   - bf16 or fp16 in, D in the same dtype, neither bias nor accumulation;
 //   - A row-major; B all row-major or all column-major;
-//   - pointers 16-byte aligned, leading dimensions multiples of 8 elements;
+//   - pointers 16-byte aligned; leading dimensions, and N, multiples of 8 elements;
 //   - at most kMaxLaunches launches.
 bool accepts(const gmm_args &args);
 

@@ -64,6 +64,7 @@ using TmaBarrier = cutlass::arch::ClusterTransactionBarrier;
 using cutlass::arch::NamedBarrier;
 
 constexpr int kTileRing = 2;
+constexpr int kBandTiles = 12;
 
 template <class C>
 struct alignas(1024) SharedStorage {
@@ -111,10 +112,14 @@ CUTLASS_DEVICE bool find_tile(const Params &params, int t, int rank, int &window
   const int n_tiles = (shape.n + C::TileN - 1) / C::TileN;
   const int pairs = n_tiles / C::Cluster;  // column tiles are taken Cluster at a time
   int m, n;
-  if (i < m_tiles * pairs) {  // rows inside, columns outside: a column of weights stays in L2 while the rows pass
-    const int band = i / m_tiles;
-    m = i - band * m_tiles;
-    n = band * C::Cluster + rank;
+  if (i < m_tiles * pairs) {
+    // Bands of rows: the tiles that run at the same time are about as high as wide, so that they share both operands in
+    // L2.
+    const int bands = (m_tiles + kBandTiles - 1) / kBandTiles, band_tiles = (m_tiles + bands - 1) / bands;
+    const int band = i / (band_tiles * pairs), height = min(band_tiles, m_tiles - band * band_tiles);
+    i -= band * band_tiles * pairs;
+    m = band * band_tiles + i % height;
+    n = i / height * C::Cluster + rank;
     tile.shares_a = 1;
   } else {  // a last column tile without a neighbour: the CTAs take two row tiles of it and share B
     m = (i - m_tiles * pairs) * C::Cluster + rank;

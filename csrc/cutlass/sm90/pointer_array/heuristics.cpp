@@ -18,7 +18,7 @@ bool refuse(std::string *why, const char *text, Values... values) {
   return false;
 }
 
-// What TMA asks of a matrix. Extents are free: it clips at them, element by element.
+// What TMA asks of a matrix. Extents are free where it loads: it cuts at them, element by element.
 bool accepts_matrix(const gmm_matrix &m, const char *name, int group, int element_bytes, std::string *why) {
   const int elements = 16 / element_bytes;
   if (m.rows > kMaxExtent || m.cols > kMaxExtent || m.ld > kMaxExtent)
@@ -30,6 +30,13 @@ bool accepts_matrix(const gmm_matrix &m, const char *name, int group, int elemen
     return refuse(why, "%s[%d]: leading dimension %lld is not a multiple of %d elements (16 bytes)", name, group,
                   (long long)m.ld, elements);
   return true;
+}
+
+// Loads are cut to the element; stores are not: TMA writes the whole 16 bytes that a row ends in.
+bool accepts_row_end(const gmm_matrix &d, int group, int element_bytes, std::string *why) {
+  const int elements = 16 / element_bytes;
+  if (d.cols % elements == 0) return true;
+  return refuse(why, "d[%d]: %lld columns are not a multiple of %d (16 bytes)", group, (long long)d.cols, elements);
 }
 
 bool accepts_layout(const gmm_matrix &m, const gmm_matrix &first, const char *name, int group, std::string *why) {
@@ -81,13 +88,17 @@ bool accepts(const gmm_args &args, std::string *why) {
     if (!has_product(args, i)) continue;
     if (first < 0) first = i;
     if (!accepts_matrix(args.a[i], "a", i, 2, why) || !accepts_matrix(args.b[i], "b", i, 2, why) ||
-        !accepts_matrix(args.d[i], "d", i, d_bytes, why) || !accepts_layout(args.a[i], args.a[first], "a", i, why) ||
+        !accepts_matrix(args.d[i], "d", i, d_bytes, why) || !accepts_row_end(args.d[i], i, d_bytes, why) ||
+        !accepts_layout(args.a[i], args.a[first], "a", i, why) ||
         !accepts_layout(args.b[i], args.b[first], "b", i, why))
       return false;
-    // With accumulate, the bias does not come through TMA: core/fill.h adds it to D before.
-    if (args.bias && !args.accumulate && reinterpret_cast<uintptr_t>(args.bias[i]) % 16 != 0)
-      return refuse(why, "bias[%d]: %p is not 16-byte aligned", i, args.bias[i]);
   }
+  return true;
+}
+
+bool takes_bias(const gmm_args &args) {
+  for (int i = 0; i < args.num_groups; ++i)
+    if (has_product(args, i) && reinterpret_cast<uintptr_t>(args.bias[i]) % 16 != 0) return false;
   return true;
 }
 

@@ -26,6 +26,9 @@ inline constexpr const Kernel *kKernels[] = {&k128x192, &k128x256, &k64x128};
 // Whether the list (checked arguments) can run here. `why`, when not null, gets the reason of a refusal.
 bool accepts(const gmm_args &args, std::string *why);
 
+// Whether the bias can be C, which TMA reads: every vector 16-byte aligned.
+bool takes_bias(const gmm_args &args);
+
 // The kernel for a list that accepts() took. Looks at shapes only. `sm_count`: SMs to use, margin already taken off.
 const Kernel &choose(const gmm_args &args, int sm_count);
 

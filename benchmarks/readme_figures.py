@@ -1,0 +1,46 @@
+#!/usr/bin/env python3
+"""Writes the README's figures from benchmarks/results, so that no number there is typed by hand.
+
+python benchmarks/readme_figures.py          rewrites the part between the two markers
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "benchmarks" / "results" / "multi_tensor_gemm.json"
+BEGIN, END = "<!-- figures: written by benchmarks/readme_figures.py -->\n", "<!-- end of figures -->\n"
+
+
+def figures() -> str:
+    """Markdown of the tables."""
+    results = json.loads(RESULTS.read_text())
+    lines = [
+        f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, {results['date']}; bf16; "
+        "TFLOP/s of real rows, medians of `do_bench`, methods interleaved in one run, called eagerly.",
+        "",
+        "| groups × average tokens, N × K | pass | `cutlass` | `cublas` | loop of `torch.mm` | `cutlass` / `cublas` |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in results["rows"]:
+        shape = f"{row['groups']} × {row['tokens']}, {row['n']} × {row['k']}{'' if row['spread'] == 'equal' else ', ' + row['spread']}"
+        tflops = " | ".join(f"{row['tflops'][method]:.0f}" for method in ("cutlass", "cublas", "loop"))
+        lines.append(f"| {shape} | {row['pass']} | {tflops} | {row['cutlass_over_cublas']:.2f} |")
+    lines += ["", "Host time of a call, `d` given, in microseconds:", "", "| groups | `cutlass` | `cublas` |", "|---|---|---|"]
+    host = {(row["groups"], row["backend"]): row["python"] for row in results["host"]}
+    for groups in sorted({groups for groups, _ in host}):
+        lines.append(f"| {groups} | {host[groups, 'cutlass']:.0f} | {host[groups, 'cublas']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def updated(readme: str) -> str:
+    """The README with the figures that belong there."""
+    head, rest = readme.split(BEGIN)
+    return head + BEGIN + "\n" + figures() + "\n" + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    README.write_text(updated(README.read_text()))
