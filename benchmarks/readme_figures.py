@@ -29,7 +29,13 @@ def figures() -> str:
         shape = f"{row['groups']} × {row['tokens']}, {row['n']} × {row['k']}{'' if row['spread'] == 'equal' else ', ' + row['spread']}"
         tflops = " | ".join(f"{row['tflops'][method]:.0f}" for method in ("cutlass", "cublas", "loop"))
         lines.append(f"| {shape} | {row['pass']} | {tflops} | {row['cutlass_over_cublas']:.2f} |")
-    lines += ["", "Host time of a call, `d` given, in microseconds:", "", "| groups | `cutlass` | `cublas` |", "|---|---|---|"]
+    lines += [
+        "",
+        "Host time of a call, `d` given, in microseconds:",
+        "",
+        "| groups | `cutlass` | `cublas` |",
+        "|---|---|---|",
+    ]
     host = {(row["groups"], row["backend"]): row["python"] for row in results["host"]}
     for groups in sorted({groups for groups, _ in host}):
         lines.append(f"| {groups} | {host[groups, 'cutlass']:.0f} | {host[groups, 'cublas']:.0f} |")

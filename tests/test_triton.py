@@ -314,7 +314,11 @@ def test_accumulate_fp32_out_and_bias(mode: str, dtype: torch.dtype, device: tor
     for accumulate, out_dtype in itertools.product((False, True), {dtype, FP32}):
         a, b, offs = operands(mode, ends, 20, 24, 40, dtype, device)
         n = out_shape(a, b, offs)[-1]
-        for bias in (None, torch.randn(4, n, device=device).to(out_dtype), torch.randn(n, 4, device=device).to(dtype).t()):
+        for bias in (
+            None,
+            torch.randn(4, n, device=device).to(out_dtype),
+            torch.randn(n, 4, device=device).to(dtype).t(),
+        ):
             check(a, b, offs, out_dtype=out_dtype, bias=bias, accumulate=accumulate, config=SMALL)
 
 
@@ -384,7 +388,9 @@ def test_strided_operands(mode: str, variant: str, device: torch.device) -> None
 
 
 @modes
-@pytest.mark.parametrize("variant", ["padded", "misaligned", "column_major", "column_major_misaligned", "every_second_column"])
+@pytest.mark.parametrize(
+    "variant", ["padded", "misaligned", "column_major", "column_major_misaligned", "every_second_column"]
+)
 def test_strided_out(mode: str, variant: str, device: torch.device) -> None:
     for dtype, accumulate in ((BF16, False), (FP32, True)):
         a, b, offs = operands(mode, [8, 8, 33], 24, 40, 32, dtype, device)
@@ -504,7 +510,9 @@ DEVICES = {"RTX 3090": 101376, "A100": 166912, "H100": 232448, "MI300": 65536, "
 @pytest.mark.parametrize("name", DEVICES)
 def test_tiles_fit_into_shared_memory(name: str) -> None:
     limit = DEVICES[name]
-    for dtype, rows, n in itertools.product(("bfloat16", "float16", "float32", "tf32"), (1, 8, 64, 100, 4096), (1, 24, 4096)):
+    for dtype, rows, n in itertools.product(
+        ("bfloat16", "float16", "float32", "tf32"), (1, 8, 64, 100, 4096), (1, 24, 4096)
+    ):
         config = configs.choose(dtype, rows, n, limit)
         assert configs.shared_memory(config, dtype) <= limit
         assert config.block_n <= max(16, 2 * n)
@@ -758,7 +766,15 @@ def test_cache(cache_folder: Path, kind: call.Kind) -> None:
     assert cache.lookup(kind, 16384) is None, "a tile that does not fit"
     (file,) = cache_folder.iterdir()
     assert json.loads(file.read_text())["tile"] == list(tile)
-    for text in ("", "{", "[]", '{"tile": 3}', '{"tile": [128, 256, 64, 8, 3, 9]}', '{"tile": ["__import__(0)"]}', "\x00"):
+    for text in (
+        "",
+        "{",
+        "[]",
+        '{"tile": 3}',
+        '{"tile": [128, 256, 64, 8, 3, 9]}',
+        '{"tile": ["__import__(0)"]}',
+        "\x00",
+    ):
         file.write_text(text)
         assert cache.lookup(kind, limit) is None
 
@@ -921,7 +937,9 @@ def test_equal_bits_in_every_run_and_batch() -> None:
     assert wrong == 0
     x, w, offs = operands("ragged_m", [300, 700], 0, 768, 2048, BF16, device)
     whole = check(x, w, offs, config=configs.choose("bfloat16", 256, 768, 2**18))
-    part = check(x[290:333], w, torch.tensor([10, 43], device=device), config=configs.choose("bfloat16", 256, 768, 2**18))
+    part = check(
+        x[290:333], w, torch.tensor([10, 43], device=device), config=configs.choose("bfloat16", 256, 768, 2**18)
+    )
     assert same_bits([whole[290:333]], [part])
 
 

@@ -98,6 +98,11 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
   if (args.num_groups == 0) return;
   const Device &device = device_properties(args.device);
   const Plan plan = make_plan(args, device, nullptr);
+  if (!workspace && plan.workspace_bytes > 0 && args.allocate) {
+    workspace = args.allocate(plan.workspace_bytes, args.allocate_context);
+    workspace_bytes = plan.workspace_bytes;
+    if (!workspace) throw Error(GMM_ERROR_CUDA, format("no memory for a workspace of %zu bytes", workspace_bytes));
+  }
   GMM_CHECK(workspace_bytes >= plan.workspace_bytes, "workspace: expected at least %zu bytes, got %zu",
             plan.workspace_bytes, workspace_bytes);
   GMM_CHECK(plan.workspace_bytes == 0 || (workspace && reinterpret_cast<uintptr_t>(workspace) % 256 == 0),

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <initializer_list>
 #include <optional>
 #include <stdexcept>
@@ -116,19 +117,39 @@ void warn(const std::string &text) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("gmm::warn", "", stack, TORCH_ABI_VERSION));
 }
 
-// Bytes of workspace, after the check that a backend takes the call.
-size_t plan(gmm_args &args, bool fall_back) {
-  size_t bytes = 0;
-  gmm_status status = gmm_workspace_size(&args, &bytes);
+// Workspace out of torch's allocator, on the current stream, when the library asks for it.
+struct Workspace {
+  const TensorView &device;
+  std::optional<Tensor> tensor;
+  std::exception_ptr error;  // torch's own words, out of memory for instance
+
+  static void *allocate(size_t bytes, void *context) noexcept {
+    auto *self = static_cast<Workspace *>(context);
+    try {
+      self->tensor = empty_contiguous(1, static_cast<int64_t>(bytes), aoti_torch_dtype_uint8(), self->device);
+      return self->tensor->mutable_data_ptr();
+    } catch (...) {
+      self->error = std::current_exception();
+      return nullptr;
+    }
+  }
+};
+
+void call_library(gmm_args &args, bool fall_back, const TensorView &device) {
+  Workspace workspace{device, std::nullopt, nullptr};
+  args.allocate = &Workspace::allocate;
+  args.allocate_context = &workspace;
+  void *stream = current_stream(args.device);
+  gmm_status status = gmm_multi_tensor_gemm(&args, nullptr, 0, stream);
   if (status == GMM_ERROR_UNSUPPORTED && fall_back) {
     static std::atomic<bool> warned[GMM_NUM_BACKENDS];
     if (!warned[args.backend].exchange(true)) warn(std::string("GMM_BACKEND: ") + gmm_last_error());
     args.backend = GMM_BACKEND_AUTO;
     args.kernel = nullptr;
-    status = gmm_workspace_size(&args, &bytes);
+    status = gmm_multi_tensor_gemm(&args, nullptr, 0, stream);
   }
+  if (workspace.error) std::rethrow_exception(workspace.error);
   check_status(status);
-  return bytes;
 }
 
 // The call itself, for checked arguments.
@@ -151,11 +172,7 @@ void run(const TensorList &a, const TensorList &b, const TensorList &d, const Te
   args.backend = options.backend;
   args.kernel = options.kernel.empty() ? nullptr : options.kernel.c_str();
 
-  std::optional<Tensor> workspace;
-  const size_t bytes = plan(args, options.fall_back);
-  if (bytes > 0) workspace = empty_contiguous(1, static_cast<int64_t>(bytes), aoti_torch_dtype_uint8(), a[0]);
-  check_status(gmm_multi_tensor_gemm(&args, workspace ? workspace->mutable_data_ptr() : nullptr, bytes,
-                                     current_stream(args.device)));
+  call_library(args, options.fall_back, a[0]);
   matrices.copy_back();
 }
 

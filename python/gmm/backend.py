@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from contextvars import ContextVar
@@ -25,6 +26,7 @@ class Choice(NamedTuple):
     fall_back: bool  # when the backend cannot take the call: warn, and let the library choose
 
 
+@functools.lru_cache
 def parse(text: str, argument: str = "backend") -> Choice:
     """Reads "NAME" (must take the call), "NAME,auto" (falls back with a warning) or "cutlass: KERNEL" (as in
     last_backend()). Raises ValueError for another name."""

@@ -5,12 +5,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define CHECK(condition)                                                                                      \
-  do {                                                                                                        \
-    if (!(condition)) {                                                                                       \
-      fprintf(stderr, "plan.c:%d: %s\n  gmm_last_error(): %s\n", __LINE__, #condition, gmm_last_error());     \
-      exit(1);                                                                                                \
-    }                                                                                                         \
+#define CHECK(condition)                                                                                  \
+  do {                                                                                                    \
+    if (!(condition)) {                                                                                   \
+      fprintf(stderr, "plan.c:%d: %s\n  gmm_last_error(): %s\n", __LINE__, #condition, gmm_last_error()); \
+      exit(1);                                                                                            \
+    }                                                                                                     \
   } while (0)
 
 enum { kGroups = 3 };

@@ -68,19 +68,25 @@ typedef struct gmm_matrix {
  * Set struct_size to sizeof(gmm_args) and zero what you do not use: fields added later read as zero. */
 typedef struct gmm_args {
   size_t struct_size;
-  int32_t num_groups;      /* >= 0; 0 does nothing */
-  const gmm_matrix *a;     /* [num_groups], M x K each; M, N, K may differ between groups and may be 0 */
-  const gmm_matrix *b;     /* [num_groups], K x N each */
-  const gmm_matrix *d;     /* [num_groups], M x N each; written. Must not overlap one another, nor any A or B */
-  const void *const *bias; /* [num_groups] device pointers to N elements of d_dtype, added to every row; NULL for none */
-  gmm_dtype ab_dtype;      /* of every A and B */
-  gmm_dtype d_dtype;       /* of every D and bias: ab_dtype, or GMM_FP32 */
-  int32_t accumulate;      /* 0: D is overwritten, its old contents never read;  1: the product is added to D */
-  int32_t allow_tf32;      /* 1: fp32 products may use TF32; 0: IEEE fp32. No effect on bf16 and fp16 */
-  int32_t sm_margin;       /* >= 0: SMs to leave free for other kernels (communication); backends that cannot ignore it */
-  int32_t device;          /* CUDA device ordinal that holds all the memory above */
-  gmm_backend backend;     /* GMM_BACKEND_AUTO, or one that must take the call (else GMM_ERROR_UNSUPPORTED) */
-  const char *kernel;      /* NULL, or the CUTLASS kernel that must take the call, named as gmm_plan_result.kernel does */
+  int32_t num_groups;  /* >= 0; 0 does nothing */
+  const gmm_matrix *a; /* [num_groups], M x K each; M, N, K may differ between groups and may be 0 */
+  const gmm_matrix *b; /* [num_groups], K x N each */
+  const gmm_matrix *d; /* [num_groups], M x N each; written. Must not overlap one another, nor any A or B */
+  const void *const
+      *bias;           /* [num_groups] device pointers to N elements of d_dtype, added to every row; NULL for none */
+  gmm_dtype ab_dtype;  /* of every A and B */
+  gmm_dtype d_dtype;   /* of every D and bias: ab_dtype, or GMM_FP32 */
+  int32_t accumulate;  /* 0: D is overwritten, its old contents never read;  1: the product is added to D */
+  int32_t allow_tf32;  /* 1: fp32 products may use TF32; 0: IEEE fp32. No effect on bf16 and fp16 */
+  int32_t sm_margin;   /* >= 0: SMs to leave free for other kernels (communication); backends that cannot ignore it */
+  int32_t device;      /* CUDA device ordinal that holds all the memory above */
+  gmm_backend backend; /* GMM_BACKEND_AUTO, or one that must take the call (else GMM_ERROR_UNSUPPORTED) */
+  const char *kernel;  /* NULL, or the CUTLASS kernel that must take the call, named as gmm_plan_result.kernel does */
+  /* NULL, or where gmm_multi_tensor_gemm() gets a workspace that it was not given: called at most once, with
+   * allocate_context, before anything is written. Returns device memory as `workspace` below, or NULL to fail the call
+   * with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first time. */
+  void *(*allocate)(size_t bytes, void *allocate_context);
+  void *allocate_context;
 } gmm_args;
 
 /* The device a plan is asked for. */
@@ -93,9 +99,9 @@ typedef struct gmm_device {
 /* What a call would do. Strings are NUL-terminated. */
 typedef struct gmm_plan_result {
   size_t struct_size;
-  gmm_backend backend;    /* never GMM_BACKEND_AUTO */
-  char kernel[96];        /* e.g. "sm90_pointer_array_128x192x64_pingpong_2x1", "cublas_gemm_ex_4_streams" */
-  int32_t tile_m;         /* tile of D a CTA computes at a time; 0 where the backend does not say */
+  gmm_backend backend; /* never GMM_BACKEND_AUTO */
+  char kernel[96];     /* e.g. "sm90_pointer_array_128x192x64_pingpong_2x1", "cublas_gemm_ex_4_streams" */
+  int32_t tile_m;      /* tile of D a CTA computes at a time; 0 where the backend does not say */
   int32_t tile_n;
   int32_t tile_k;
   int32_t launches;       /* kernels (CUTLASS) or cuBLAS calls this takes, fills of empty products included */
@@ -122,6 +128,7 @@ GMM_API gmm_status gmm_workspace_size(const gmm_args *args, size_t *bytes);
  *   args             host memory, free to reuse on return.
  *   workspace        device memory of args->device, 256-byte aligned, at least gmm_workspace_size() bytes; used in
  *                    stream order until the work of this call is done; not to be shared with a call on another stream.
+ *                    NULL when none is needed or args->allocate gives it.
  *   workspace_bytes  its size.
  *   stream           cudaStream_t. All work is ordered after what the stream already holds and before what it gets
  *                    next, also where side streams do it.

@@ -39,7 +39,9 @@ def store(kind: Kind, config: Config) -> None:
     folder = _folder()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if _others_can_write(folder):
-        raise RuntimeError(f"GMM_CACHE_DIR: expected a folder that only its user can write to (chmod 700), got {folder}")
+        raise RuntimeError(
+            f"GMM_CACHE_DIR: expected a folder that only its user can write to (chmod 700), got {folder}"
+        )
     with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as file:  # readers never see half of it
         json.dump({"key": _key(kind), "tile": config}, file)
     os.replace(file.name, folder / _file_name(kind))

@@ -199,7 +199,7 @@ def grouped_gemm(
         rows = m - row
         if RAGGED == "k":
             start = _end(offs, k, group - 1)
-            k = _end(offs, k, group) - start
+            k = tl.maximum(_end(offs, k, group) - start, 0)
             a += start * a_k
             b += start * b_k
 

@@ -110,12 +110,16 @@ class _Plan:
 
     def programs(self, groups: int, m: int, n: int) -> int:
         """Tiles of out, or slots for them."""
-        blocks = m // self.config.block_m + groups + 1 if self.constants[0] == "m" else -(-m // self.config.block_m) * groups
+        blocks = (
+            m // self.config.block_m + groups + 1 if self.constants[0] == "m" else -(-m // self.config.block_m) * groups
+        )
         return blocks * -(-n // self.config.block_n)
 
 
 _plans: dict[tuple[Any, ...], _Plan] = {}
-_MOST_PLANS = 10_000  # strides that hold the number of tokens, as those of a row-major [M, K] ragged in K, add plans forever
+_MOST_PLANS = (
+    10_000  # strides that hold the number of tokens, as those of a row-major [M, K] ragged in K, add plans forever
+)
 _no_handles = ""  # why compiled kernels are not launched directly
 
 

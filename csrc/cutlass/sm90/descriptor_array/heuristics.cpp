@@ -80,14 +80,12 @@ int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {
   int best_rows = kernel.tile_m;
   double best = 0;
   for (int rows = kernel.tile_m; rows >= 96; rows -= 16) {
-    double tiles = 0, time = 0;
+    double tiles = 0, time = 0;  // time: rows of all tiles together, in units of 16, and what each tile costs besides
     for (int i = 0; i < args.num_groups; ++i) {
       if (!has_product(args, i)) continue;
-      const uint32_t m_tiles = ceil_div(args.d[i].rows, rows);
-      const double count = double(m_tiles) * double(ceil_div(args.d[i].cols, kernel.tile_n));
-      const uint32_t tile_rows = ceil_div(ceil_div(args.d[i].rows, m_tiles), 16) * 16;
-      tiles += count;
-      time += count * double(tile_rows + kOverheadRows) * double(args.a[i].cols);
+      const double m_tiles = ceil_div(args.d[i].rows, rows), n_tiles = ceil_div(args.d[i].cols, kernel.tile_n);
+      tiles += m_tiles * n_tiles;
+      time += (ceil_div(args.d[i].rows, 16) * 16. + m_tiles * kOverheadRows) * n_tiles * double(args.a[i].cols);
     }
     const double waves = tiles / sm_count;
     const double estimate = time / waves * double(int64_t(waves) + (waves > int64_t(waves)));
