@@ -26,7 +26,7 @@ def figures() -> str:
         "|---|---|---|---|---|---|",
     ]
     for row in results["rows"]:
-        shape = f"{row['groups']} × {row['tokens']}, {row['n']} × {row['k']}{'' if row['spread'] == 'equal' else ', ' + row['spread']}"
+        shape = f"{row['groups']} × {row['tokens']} {row['spread']}, {row['n']} × {row['k']}"
         tflops = " | ".join(f"{row['tflops'][method]:.0f}" for method in ("cutlass", "cublas", "loop"))
         lines.append(f"| {shape} | {row['pass']} | {tflops} | {row['cutlass_over_cublas']:.2f} |")
     lines += [

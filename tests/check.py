@@ -123,8 +123,8 @@ def add_outputs(call: Call, d_dtype: torch.dtype, seed: int = 1) -> Call:
 
 
 def cutlass_must_take(call: Call) -> bool:
-    """The calls that the CUTLASS backend promises: 16-bit inputs, everything on 16-byte boundaries, also the ends of d's
-    rows. It may take more."""
+    """What CUTLASS promises to take: 16-bit inputs, everything on 16-byte boundaries, the ends of d's rows too. It may
+    take more."""
 
     def aligned(x: torch.Tensor) -> bool:
         contiguous = x.stride(1) == 1 and x.stride(0) >= x.shape[1]

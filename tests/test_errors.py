@@ -215,3 +215,26 @@ def test_a_bad_call_leaves_a_working_library(target: Target) -> None:
         good = valid(target.device)
         gmm.multi_tensor_gemm(**good, backend=target.backend)
         assert all(x.eq(K + 1).all() for x in good["d"])
+
+
+def test_sparse_bias(target: Target) -> None:
+    """Nothing is written, also not the groups before it."""
+    call = valid(target.device)
+    call["d"] = [torch.full_like(x, NAN) for x in call["d"]]
+    call["bias"] = [torch.ones(N, dtype=BF16, device=target.device) for _ in call["d"]]
+    call["bias"][-1] = call["bias"][-1].to_sparse()
+    message({**call, "backend": target.backend})
+    assert all(x.isnan().all() for x in call["d"])
+
+
+def test_freed_memory() -> None:
+    """A tensor whose storage was resized to nothing, as sharded parameters are between uses."""
+    call = valid("cpu")
+    call["d"][1].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"d\[1\].*memory"):
+        gmm.multi_tensor_gemm(**call)
+
+
+def test_no_suffix_but_a_kernel() -> None:
+    with pytest.raises(ValueError, match="backend"):
+        gmm.multi_tensor_gemm(**valid("cpu"), backend="auto: any")

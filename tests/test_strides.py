@@ -123,7 +123,7 @@ def test_one_row_and_one_column_in_any_stride(target: Target) -> None:
 
 
 def test_columns_beside_d_stay(target: Target) -> None:
-    """d is some columns of a buffer. TMA stores write whole 16 bytes, so those whose rows end elsewhere are not theirs."""
+    """d is some columns of a buffer. TMA stores write whole 16 bytes: a d whose rows end elsewhere is not for them."""
     for n in (1, 3, 7, 100, 129):
         for d_dtype in (BF16, FP32):
             call = make_call([Group(70, n, 64), Group(5, n, 72)], FORWARD, BF16, target.device, d_dtype=d_dtype)

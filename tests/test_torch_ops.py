@@ -203,6 +203,33 @@ def test_second_derivative(auto_target: Target) -> None:
         assert torch.allclose(ours, exact, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast_changes_nothing(target: Target, dtype: torch.dtype) -> None:
+    """Not the precision of the reference's products either: 200^2 * 8 is infinite in fp16."""
+    a, b = torch.full((1, 8), 200.0, device=target.device), torch.full((8, 1), 200.0, device=target.device)
+    if target.backend == "cutlass":
+        a, b = a.bfloat16(), torch.full((8, 8), 200.0, device=target.device).bfloat16()
+    a.requires_grad_()
+    with torch.autocast(target.device.type, dtype=dtype):
+        (y,) = gmm.multi_tensor_gemm([a], [b], out_dtype=torch.float32, backend=target.backend)
+        y.sum().backward()
+    assert y.eq(320000).all()
+    assert a.grad is not None and a.grad.eq(200 * b.shape[1]).all()
+
+
+def test_forward_mode_is_refused(auto_target: Target) -> None:
+    """An error instead of tangents that are zero."""
+    x, w = (torch.randn(8, 8, device=auto_target.device) for _ in range(2))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return gmm.multi_tensor_gemm([x], [w])[0]
+
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="jvp"):
+        f(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.jvp(f, (x,), (x,))
+
+
 def test_autograd_saves_no_copies(auto_target: Target) -> None:
     """What the graph keeps alive is the inputs themselves."""
     call = make_call([Group(64, 64, 64)] * 4, FORWARD, BF16, auto_target.device)

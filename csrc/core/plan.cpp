@@ -146,10 +146,13 @@ void check_args(const gmm_args &args) {
 }
 
 Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {
+  GMM_CHECK(!args.kernel || args.backend != GMM_BACKEND_CUBLAS, "kernel: expected NULL with backend 'cublas', got '%s'",
+            args.kernel);
+  const gmm_backend asked = args.kernel ? GMM_BACKEND_CUTLASS : args.backend;
   const Plan shared = count_groups(args);
   Plan chosen;
   for (gmm_backend backend : {GMM_BACKEND_CUTLASS, GMM_BACKEND_CUBLAS}) {  // in order of preference
-    const bool wanted = args.backend == GMM_BACKEND_AUTO || args.backend == backend;
+    const bool wanted = asked == GMM_BACKEND_AUTO || asked == backend;
     if (!reasons && (!wanted || chosen.backend != GMM_BACKEND_AUTO)) continue;
     Plan plan = shared;
     std::string *why = reasons ? &(*reasons)[backend] : nullptr;
@@ -161,8 +164,7 @@ Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {
     } else {
       chosen = plan;
       if (why)
-        *why =
-            args.backend == backend ? "chosen: asked for" : "chosen: first in order of preference that takes the call";
+        *why = asked == backend ? "chosen: asked for" : "chosen: first in order of preference that takes the call";
     }
   }
   if (chosen.backend == GMM_BACKEND_AUTO) {
@@ -170,10 +172,10 @@ Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {
     if (!reasons) return make_plan(args, device, &texts);  // again, for the texts of the error
     const auto why = [&](gmm_backend backend) { return (*reasons)[backend].c_str(); };
     throw Error(GMM_ERROR_UNSUPPORTED,
-                args.backend == GMM_BACKEND_AUTO
+                asked == GMM_BACKEND_AUTO
                     ? format("no backend takes this call. cutlass: %s. cublas: %s", why(GMM_BACKEND_CUTLASS),
                              why(GMM_BACKEND_CUBLAS))
-                    : format("backend '%s' cannot take this call: %s", backend_name(args.backend), why(args.backend)));
+                    : format("backend '%s' cannot take this call: %s", backend_name(asked), why(asked)));
   }
   chosen.fill = chosen.fill || (chosen.fill_all && chosen.products > 0);
   return chosen;

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gmm.check import check_lengths
 
@@ -116,7 +117,8 @@ def _autograd_kernel(
         "backend": backend,
     }
     tensors = (*a, *b, *(bias or ()))
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if differentiated or forward_ad._current_level >= 0:  # the class has no jvp, and says so where there are tangents
         check_lengths(a, b, None, bias)  # which tells them apart in the flat list
         return list(_MultiTensorMM.apply(len(a), options, *tensors))
     with torch._C._AutoDispatchBelowAutograd():

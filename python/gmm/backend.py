@@ -32,7 +32,7 @@ def parse(text: str, argument: str = "backend") -> Choice:
     last_backend()). Raises ValueError for another name."""
     choice = text.removesuffix(",auto")
     name, _, kernel = choice.partition(":")
-    if name not in BACKENDS:
+    if name not in BACKENDS or (name == "auto" and name != choice):
         raise ValueError(f"{argument}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {choice!r}")
     return Choice(name, kernel.strip() if name == "cutlass" else "", choice != text)
 

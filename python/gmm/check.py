@@ -82,6 +82,8 @@ def _check_list(name: str, tensors: Sequence[Tensor], dim: int, a0: Tensor, dtyp
             "{}[{}]: expected a tensor on {} (where a[0] is), got one on {}",
             *(name, i, a0.device, x.device),
         )
+        if x.layout is not torch.strided:
+            raise RuntimeError(f"{name}[{i}]: expected a dense tensor, got layout {x.layout}")
         if x.dtype != dtype:
             expected, got = dtype_name(dtype), dtype_name(x.dtype)
             raise RuntimeError(f"{name}[{i}]: expected {expected} (the dtype of {like}), got {got}")

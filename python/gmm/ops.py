@@ -60,7 +60,8 @@ def multi_tensor_gemm(
             Nothing has been written then.
         ValueError: unknown backend; accumulate without d; out_dtype with d.
 
-    fp32 products use TF32 only where torch.backends.cuda.matmul allows it. Never synchronises with the device; may be
+    fp32 products use TF32 only where torch.backends.cuda.matmul allows it; autocast changes no dtype here. Derivatives
+    are those of backward, of any order; there is no forward mode, vmap or torch.func.grad. Never synchronises with the device; may be
     captured in a CUDA graph and compiled with fullgraph=True.
     """
     if d is None and accumulate:
@@ -83,7 +84,7 @@ def multi_tensor_gemm(
             backend=name,
         )
     if torch.is_grad_enabled():
-        _check_no_grad(a, b, d, bias or ())
+        _check_no_grad(a, b, d, () if bias is None else bias)
     _gemm(
         *(a, b, d, bias),
         trans_a=trans_a,

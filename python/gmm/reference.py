@@ -15,7 +15,8 @@ from gmm.check import check_call
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None, trans_a: bool, trans_b: bool) -> Tensor:
     """op(a) @ op(b) (+ bias) in fp32, whose products of 16-bit factors are exact."""
-    product = torch.mm((a.t() if trans_a else a).float(), (b.t() if trans_b else b).float())
+    with torch.autocast(a.device.type, enabled=False):  # would round the factors of mm again
+        product = torch.mm((a.t() if trans_a else a).float(), (b.t() if trans_b else b).float())
     return product if bias is None else product + bias
 
 
@@ -36,6 +37,10 @@ def multi_tensor_gemm(
     """The op of that name. TF32 is torch's own setting here, and an SM margin has no meaning."""
     check_call(a, b, d, bias, trans_a=trans_a, trans_b=trans_b, sm_margin=sm_margin)
     check_reference(backend, a[0].device)
+    for name, tensors in (("d", d), ("bias", bias or ())):
+        for i, x in enumerate(tensors):
+            if x.numel() > 0 and x.data_ptr() == 0:  # freed by untyped_storage().resize_(0); copy_ would crash
+                raise RuntimeError(f"{name}[{i}]: expected memory for shape {list(x.shape)}, its storage is empty")
     for i, out in enumerate(d):
         product = _product(a[i], b[i], bias[i] if bias is not None else None, trans_a, trans_b)
         out.copy_(product + out if accumulate else product)

@@ -126,6 +126,15 @@ static void test_choice(void) {
   call.args.kernel = kernel; /* any kernel that a plan names may be asked for */
   CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strcmp(result.kernel, kernel) == 0);
 
+  /* The kernel asked for is a must, also where the backend is left open; no other may take its place. */
+  call.args.backend = GMM_BACKEND_AUTO;
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strcmp(result.kernel, kernel) == 0);
+  CHECK(plan(&call, &kA100, &result) == GMM_ERROR_UNSUPPORTED);
+  call.args.kernel = "sm90_none_such";
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "sm90_none_such"));
+  call.args.backend = GMM_BACKEND_CUBLAS;
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_INVALID_ARGUMENT && strstr(gmm_last_error(), "kernel"));
+
   forward(&call);
   call.args.num_groups = 0;
   call.args.a = call.args.b = call.args.d = NULL;

@@ -71,7 +71,7 @@ typedef struct gmm_args {
   int32_t num_groups;  /* >= 0; 0 does nothing */
   const gmm_matrix *a; /* [num_groups], M x K each; M, N, K may differ between groups and may be 0 */
   const gmm_matrix *b; /* [num_groups], K x N each */
-  const gmm_matrix *d; /* [num_groups], M x N each; written. Must not overlap one another, nor any A or B */
+  const gmm_matrix *d; /* [num_groups], M x N each; written. Must not overlap one another, an A, a B or a bias */
   const void *const
       *bias;           /* [num_groups] device pointers to N elements of d_dtype, added to every row; NULL for none */
   gmm_dtype ab_dtype;  /* of every A and B */
@@ -81,7 +81,7 @@ typedef struct gmm_args {
   int32_t sm_margin;   /* >= 0: SMs to leave free for other kernels (communication); backends that cannot ignore it */
   int32_t device;      /* CUDA device ordinal that holds all the memory above */
   gmm_backend backend; /* GMM_BACKEND_AUTO, or one that must take the call (else GMM_ERROR_UNSUPPORTED) */
-  const char *kernel;  /* NULL, or the CUTLASS kernel that must take the call, named as gmm_plan_result.kernel does */
+  const char *kernel;  /* NULL, or the CUTLASS kernel that must take the call, as gmm_plan_result.kernel names it */
   /* NULL, or where gmm_multi_tensor_gemm() gets a workspace that it was not given: called at most once, with
    * allocate_context, before anything is written. Returns device memory as `workspace` below, or NULL to fail the call
    * with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first time. */
@@ -115,7 +115,8 @@ typedef struct gmm_plan_result {
  *   args    as for gmm_multi_tensor_gemm(). Pointers are checked for alignment, never followed.
  *   device  NULL: the GPU args->device, with the backends that this build has.
  *           Else:  a what-if for that architecture, with every backend built.
- *   result  written on GMM_SUCCESS; set its struct_size before. On GMM_ERROR_UNSUPPORTED its reasons are written.
+ *   result  set its struct_size before. Written on GMM_SUCCESS; on an error that comes after the checks of `args` only
+ *           its reasons are, and the rest is zero.
  *
  * Does not synchronise. */
 GMM_API gmm_status gmm_plan(const gmm_args *args, const gmm_device *device, gmm_plan_result *result);
