@@ -1,7 +1,7 @@
 """Grouped GEMM in Triton: one launch for any number of groups, on every device that Triton compiles for.
 
-kernels.py is the device code; call.py describes a call, configs.py has the table of tiles, launch.py launches; tune.py tunes
-ahead of time, and cache.py keeps what it finds. Importing gmm.triton does not import Triton.
+kernels.py is the device code, call.py describes a call, configs.py has the table of tiles, launch.py launches. tune.py
+tunes ahead of time, and cache.py keeps what it finds. Triton need not be there to import gmm.triton.
 """
 
 from typing import Any

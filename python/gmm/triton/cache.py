@@ -1,6 +1,7 @@
 """What autotune has found, on disk: JSON files in GMM_CACHE_DIR, else XDG_CACHE_HOME/gmm, else ~/.cache/gmm.
 
-The folder is made for its user alone. One that others can write to is not used, nor a file that names no tile of configs.py.
+The folder is made for its user alone; one that others can write to is not used. A file counts only where it names a
+tile of configs.py that fits.
 """
 
 from __future__ import annotations

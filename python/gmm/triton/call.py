@@ -18,7 +18,7 @@ class Access(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What decides the tile and what is compiled. Of the number of tokens only the bucket of its average a group counts.
+    """What decides the tile and what is compiled. Of the tokens only the bucket of their average number a group counts.
 
     A call that is ragged in N is meant transposed here, and below: out^T = b^T @ a^T is ragged in M.
     """
@@ -56,9 +56,10 @@ def signature(
 ) -> tuple[tuple[Any, ...], int]:
     """A key of all that describe() makes something of, but for the number of tokens; and that number.
 
-    It takes 3 us instead of describe()'s 8. Tokens are the rows that the groups share (ragged), or those of each (batched).
-    Calls of equal keys differ, by describe(), at most in the integer TOKENS[mode].
+    Tokens are what the groups share, or the rows of each (batched). To describe(), which takes three times as long,
+    calls of equal keys differ at most in the integer TOKENS[mode].
     """
+    fixed: tuple[Any, ...]
     a_shape, b_shape, groups = a.shape, b.shape, 0 if offs is None else offs.shape[0]
     if offs is None:
         tokens, fixed = a_shape[1], (a_shape, b_shape[2])
@@ -124,7 +125,7 @@ def _average(tokens: int, groups: int) -> int:
 def _access(x: Tensor, size: tuple[int, int], stride: tuple[int, int], batch_stride: int, ragged_axis: int) -> Access:
     """16 bytes at a time where each lies on a multiple of 16 bytes, and as a whole inside or outside of its group."""
     for unit in (1, 0):
-        if stride[unit] == 1 and size[unit] > 1:
+        if stride[unit] == 1:
             vector = 16 // x.element_size()
             other_stride = stride[1 - unit] if size[1 - unit] > 1 else 0
             aligned = (size[unit] | other_stride | batch_stride) % vector == 0 and x.data_ptr() % 16 == 0

@@ -1,7 +1,7 @@
-"""Which tile a call takes: a short table by dtype and rows a group, filtered by the device's shared memory. Pure host code.
+"""Which tile a call takes: a short table by dtype and rows a group, filtered by the device's shared memory.
 
-Only the average of rows a group, rounded up to a power of two, changes from step to step: a new token count rarely takes
-another tile, and only one of a few.
+Of what changes from step to step only the average of rows a group counts, rounded up to a power of two: a new number of
+tokens rarely takes another tile, and then one of a few. Pure host code.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def bucket(rows: int) -> int:
 
 
 def shared_memory(config: Config, dtype: str) -> int:
-    """Bytes of shared memory that a program takes at most: the tiles of a and b in flight, or then that of out on its way
-    from the layout of tensor cores to one of rows; and 1 KiB for barriers."""
+    """Bytes of shared memory that a program takes at most: the tiles of a and b in flight, or after them that of out on
+    its way from the layout of tensor cores to rows; and 1 KiB for barriers."""
     itemsize = 2 if _TABLES[dtype] is _HALF else 4
     in_flight = config.stages * (config.block_m + config.block_n) * config.block_k * itemsize
     return max(in_flight, config.block_m * config.block_n * 4) + 1024

@@ -1,8 +1,8 @@
 """The device code of gmm.triton: one kernel for the four modes.
 
 Whatever decides what is compiled is a constexpr that launch.py sets; no integer and no address is specialised on its
-value. So a new token count compiles nothing, and a kernel compiled for one call cannot be wrong for another. Only builtins of
-triton.language appear, none of its own jit functions: one process can then both compile this file and interpret it.
+value. So a new token count compiles nothing, and a kernel is right for every call that has the same constexprs. Only
+builtins of triton.language appear, none of its own jit functions: one process can compile this file and interpret it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _rows_of_slot(
     """Group, first row and number of rows left (0 or less: no work) of a slot.
 
     Slot start(g) // BLOCK_M + g is the first of group g. That leaves each group slots for all of its tiles, needs no
-    sum over the groups before, and rises with g: a binary search finds the group. The rows after the last group are one more.
+    sum over the groups before, and rises with g: a binary search finds the group. The rows after the last are one more.
     """
     low = tl.full((), 0, tl.int64)
     high = groups
@@ -181,8 +181,8 @@ def grouped_gemm(
 ) -> None:
     """out[g] (+)= a[g] @ b[g] (+ bias[g]), one tile a program. x_y is the stride of x along y, in elements.
 
-    RAGGED: "m" (group g owns the rows offs[g-1]:offs[g] of a and out), "k" (these columns of a and rows of b) or "" (all
-    have a batch dimension). BIAS: "n" (bias[g] is a row of out), "m" (a column of out) or "".
+    RAGGED: "m" (group g owns the rows offs[g-1]:offs[g] of a and out), "k" (these columns of a and rows of b) or ""
+    (all have a batch dimension). BIAS: "n" (bias[g] is a row of out), "m" (a column of out) or "".
     """
     program = tl.program_id(0)
     tiles_n = ((n + (BLOCK_N - 1)) // BLOCK_N).to(tl.int32)
@@ -199,7 +199,7 @@ def grouped_gemm(
         rows = m - row
         if RAGGED == "k":
             start = _end(offs, k, group - 1)
-            k = tl.maximum(_end(offs, k, group) - start, 0)
+            k = _end(offs, k, group) - start
             a += start * a_k
             b += start * b_k
 

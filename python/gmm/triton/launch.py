@@ -42,16 +42,16 @@ def grouped_mm(
 
     Args:
         a, b: bfloat16, float16 or float32, of one dtype; any strides, also overlapping, and any alignment.
-        offs: [G], int32 or int64, on the device of a. A value outside of the buffer counts as its nearest end. Where they
-            decrease the result is undefined, but nothing outside of the tensors is read or written.
-        out: the dtype of a, or float32; any strides that do not overlap. Rows or columns from offs[-1] on and groups with
-            nothing to contract over get zeros, or stay as they were when accumulating.
+        offs: [G], int32 or int64, on the device of a. A value outside of the buffer counts as its nearest end. Where
+            they decrease the result is undefined, but nothing outside of the tensors is read or written.
+        out: the dtype of a, or float32; any strides that do not overlap. Rows or columns from offs[-1] on and groups
+            with nothing to contract over get zeros, or stay as they were when accumulating.
         bias: [G, N], added to the rows of group g.
         accumulate: adds to out, in float32, before the one rounding.
         allow_tf32: float32 operands may be rounded to TF32.
 
-    Does not synchronise. May be captured in a CUDA graph after a first call of the same kind. Equal from run to run; a row
-    does not depend on other rows and groups, but for the tile that the average of rows a group chooses.
+    Does not synchronise. May be captured in a CUDA graph after a first call of the same kind. Equal from run to run; a
+    row does not depend on other rows and groups, but for the tile that the average of rows a group chooses.
     """
     run(a, b, offs, out, bias, accumulate, allow_tf32)
 
@@ -146,6 +146,7 @@ def run(
     """grouped_mm, with that tile or the one that is chosen."""
     if out.numel() == 0:
         return
+    offs = None if offs is None else offs.contiguous()
     key, tokens = signature(a, b, offs, out, bias, accumulate, allow_tf32)
     plan = _plans.get((key, config))
     if plan is None:
@@ -189,11 +190,12 @@ def _is_interpreted(device: torch.device) -> bool:
 def _interpret(
     plan: _Plan, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...]
 ) -> None:
-    """In float32 where the tensors are bfloat16, which Triton's interpreter multiplies as integers and does not round."""
-    a, b, out, bias, offs = (_in_float32(x) if x is not None and x.dtype is torch.bfloat16 else x for x in tensors)
-    _kernel(interpreted=True)[grid](a, b, out, bias, offs, *integers, *plan.constants)
-    if out is not tensors[2]:
-        tensors[2].copy_(out)
+    """In float32 where tensors are bfloat16, which Triton's interpreter multiplies as integers and does not round."""
+    widened = [x if x is None or x.dtype is not torch.bfloat16 else _in_float32(x) for x in tensors]
+    _kernel(interpreted=True)[grid](*widened, *integers, *plan.constants)
+    for x, wide in zip(tensors, widened):
+        if x is not None and wide is not None and x is not wide and x is tensors[2]:
+            x.copy_(wide)
 
 
 def _in_float32(x: Tensor) -> Tensor:
@@ -204,7 +206,7 @@ def _in_float32(x: Tensor) -> Tensor:
 
 @functools.cache
 def _kernel(interpreted: bool) -> Any:
-    """kernels.grouped_gemm. Whether triton.jit interprets is decided where it decorates: each way has its own module."""
+    """kernels.grouped_gemm. triton.jit decides where it decorates whether to interpret: each way has its own module."""
     from triton import knobs
 
     spec = importlib.util.find_spec("gmm.triton.kernels")
@@ -217,6 +219,8 @@ def _kernel(interpreted: bool) -> Any:
         for name, function in vars(module).copy().items():
             if name != "grouped_gemm" and hasattr(function, "rewrite"):
                 setattr(module, name, function.rewrite())
+        # What tensors hold in Triton 3.6's interpreter, NumPy 2.4 no longer turns into an index.
+        vars(module)["range"] = lambda steps: range(steps.handle.data.item())
     return module.grouped_gemm
 
 

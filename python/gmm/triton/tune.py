@@ -1,4 +1,4 @@
-"""Tuning ahead of time: autotune measures the tiles of configs.py, and later calls of the same kind take the best one."""
+"""Tuning ahead of time: autotune measures the tiles of configs.py, and later calls of the kind take the best."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def autotune(
 ) -> Config:
     """Measures every tile that fits on a call like grouped_mm(a, b, offs, out), and keeps the fastest on disk.
 
-    Calls in this and in later processes take it when they agree in device name, dtype, mode, N, K and the average of rows a
-    group, rounded up to a power of two. Nothing is measured unless asked for here. Synchronises; takes seconds, mostly to
+    Calls in this and in later processes take it when they agree in device name, dtype, mode, N, K and the average of
+    rows a group, rounded up to a power of two. Nothing is measured but here. Synchronises; takes seconds, mostly to
     compile.
 
     Args:
