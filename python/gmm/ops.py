@@ -61,8 +61,8 @@ def multi_tensor_gemm(
         ValueError: unknown backend; accumulate without d; out_dtype with d.
 
     fp32 products use TF32 only where torch.backends.cuda.matmul allows it; autocast changes no dtype here. Derivatives
-    are those of backward, of any order; there is no forward mode, vmap or torch.func.grad. Never synchronises with the device; may be
-    captured in a CUDA graph and compiled with fullgraph=True.
+    are those of backward, of any order; there is no forward mode, vmap or torch.func.grad. Never synchronises with the
+    device; may be captured in a CUDA graph and compiled with fullgraph=True.
     """
     if d is None and accumulate:
         raise ValueError("accumulate: expected d to add to, got None")
