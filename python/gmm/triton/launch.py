@@ -81,6 +81,9 @@ def _supports(device: torch.device) -> str | None:
     return None
 
 
+_Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # a, b, out, bias, offs
+
+
 @dataclass
 class _Plan:
     """What calls of one kind share: the tile, and the arguments of the kernel around the number of tokens."""
@@ -110,16 +113,15 @@ class _Plan:
 
     def programs(self, groups: int, m: int, n: int) -> int:
         """Tiles of out, or slots for them."""
-        blocks = (
-            m // self.config.block_m + groups + 1 if self.constants[0] == "m" else -(-m // self.config.block_m) * groups
-        )
-        return blocks * -(-n // self.config.block_n)
+        block_m, tiles_n = self.config.block_m, -(-n // self.config.block_n)
+        if self.kind.mode in ("ragged_m", "ragged_n"):
+            return (m // block_m + groups + 1) * tiles_n
+        return -(-m // block_m) * groups * tiles_n
 
 
+# Strides that hold the number of tokens, as those of a row-major [M, K] that is ragged in K, would add plans forever.
+_MOST_PLANS = 10_000
 _plans: dict[tuple[Any, ...], _Plan] = {}
-_MOST_PLANS = (
-    10_000  # strides that hold the number of tokens, as those of a row-major [M, K] ragged in K, add plans forever
-)
 _no_handles = ""  # why compiled kernels are not launched directly
 
 
@@ -164,7 +166,7 @@ def run(
             _launch(plan, (a, b, out, bias, offs), integers)
 
 
-def _launch(plan: _Plan, tensors: tuple[Tensor | None, ...], integers: tuple[int, ...]) -> None:
+def _launch(plan: _Plan, tensors: _Tensors, integers: tuple[int, ...]) -> None:
     """On the current device and stream; compiles the plan's kernel the first time."""
     global _no_handles
     grid = (plan.programs(*integers[:3]), 1, 1)
@@ -187,15 +189,12 @@ def _is_interpreted(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _interpret(
-    plan: _Plan, grid: tuple[int, int, int], tensors: tuple[Tensor | None, ...], integers: tuple[int, ...]
-) -> None:
+def _interpret(plan: _Plan, grid: tuple[int, int, int], tensors: _Tensors, integers: tuple[int, ...]) -> None:
     """In float32 where tensors are bfloat16, which Triton's interpreter multiplies as integers and does not round."""
-    widened = [x if x is None or x.dtype is not torch.bfloat16 else _in_float32(x) for x in tensors]
-    _kernel(interpreted=True)[grid](*widened, *integers, *plan.constants)
-    for x, wide in zip(tensors, widened):
-        if x is not None and wide is not None and x is not wide and x is tensors[2]:
-            x.copy_(wide)
+    a, b, out, bias, offs = (_in_float32(x) if x is not None and x.dtype is torch.bfloat16 else x for x in tensors)
+    _kernel(interpreted=True)[grid](a, b, out, bias, offs, *integers, *plan.constants)
+    if out is not None and out is not tensors[2]:
+        tensors[2].copy_(out)
 
 
 def _in_float32(x: Tensor) -> Tensor:
