@@ -4,6 +4,9 @@
  *
  *     D[i] = A[i] @ B[i] (+ bias[i]) (+ D[i] if accumulate)        for i in [0, num_groups)
  *
+ * The groups are told in one of two forms (gmm_form): as a list of matrices whose sizes the host knows, or as
+ * consecutive slices of one buffer whose ends lie in device memory ("ragged"), which the host never reads.
+ *
  * gmm_multi_tensor_gemm() is the one entry. It validates its arguments, chooses a backend from the SM
  * architecture, dtypes, layouts and shapes (gmm_plan() makes the same choice and tells why), and runs it.
  *
@@ -48,6 +51,16 @@ typedef enum gmm_backend {
 } gmm_backend;
 #define GMM_NUM_BACKENDS 3
 
+/* What a call's a, b and d are. In the ragged forms each is ONE gmm_matrix; group g is a slice between offs[g - 1]
+ * (0 for the first) and offs[g] along the ragged dimension, and operands without that dimension are a batch: group g's
+ * matrix lies g * stride_? elements after the one given. */
+typedef enum gmm_form {
+  GMM_LIST = 0,     /* arrays of num_groups matrices */
+  GMM_RAGGED_M = 1, /* a: T x K, its rows are cut;  b: K x N, batch (stride_b);  d: T x N, its rows are cut. Rows of d at
+                     * and after offs[num_groups - 1] become zero (untouched when accumulating) */
+  GMM_RAGGED_K = 2  /* a: M x T, its columns are cut;  b: T x N, its rows are cut;  d: M x N, batch (stride_d) */
+} gmm_form;
+
 /* One matrix in device memory, seen as it enters the product: op() has been applied, so a transposed operand
  * has its rows and cols swapped and column_major flipped.
  *
@@ -87,6 +100,15 @@ typedef struct gmm_args {
    * with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first time. */
   void *(*allocate)(size_t bytes, void *allocate_context);
   void *allocate_context;
+  gmm_form form;
+  /* The rest is for the ragged forms. offs: [num_groups] ends in device memory, non-decreasing, the last at most T; read
+   * when the work runs, so that a graph replay sees new ones. Ends that are not so never cause an access out of bounds:
+   * each is clamped to [0, T] and to the greatest before it. 4-byte aligned, or 8 with int64. */
+  const void *offs;
+  int32_t offs_int64;   /* 0: offs are int32; 1: int64 */
+  int64_t stride_b;     /* GMM_RAGGED_M: >= 0: elements from a group's b to the next one's */
+  int64_t stride_d;     /* GMM_RAGGED_K: the same of d */
+  int64_t stride_bias;  /* GMM_RAGGED_M: the same of bias, whose array then has one pointer */
 } gmm_args;
 
 /* The device a plan is asked for. */
