@@ -95,7 +95,7 @@ void plan_into(const gmm_args &args, const gmm_device *what_if, gmm_plan_result 
 
 void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStream_t stream) {
   check_args(args);
-  if (args.num_groups == 0) return;
+  if (args.form == GMM_LIST && args.num_groups == 0) return;
   const Device &device = device_properties(args.device);
   const Plan plan = make_plan(args, device, nullptr);
   if (!workspace && plan.workspace_bytes > 0 && args.allocate) {
@@ -124,7 +124,7 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
 
 void run(const gmm_args &args, void *, size_t, void *) {
   check_args(args);
-  if (args.num_groups == 0) return;
+  if (args.form == GMM_LIST && args.num_groups == 0) return;
   device_properties(args.device);  // throws: no CUDA in this build
 }
 
@@ -144,8 +144,9 @@ gmm_status gmm_workspace_size(const gmm_args *args, size_t *bytes) {
     const gmm_args copy = gmm::read_args(args);
     GMM_CHECK(bytes, "bytes: expected a pointer, got NULL");
     gmm::check_args(copy);
-    *bytes =
-        copy.num_groups == 0 ? 0 : gmm::make_plan(copy, gmm::device_properties(copy.device), nullptr).workspace_bytes;
+    *bytes = copy.form == GMM_LIST && copy.num_groups == 0
+                 ? 0
+                 : gmm::make_plan(copy, gmm::device_properties(copy.device), nullptr).workspace_bytes;
   });
 }
 

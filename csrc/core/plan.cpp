@@ -1,5 +1,6 @@
 #include "core/plan.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -49,6 +50,16 @@ void check_group(const gmm_args &args, int i) {
             (long long)d.cols);
 }
 
+void check_ragged(const gmm_args &args) {
+  const bool in_m = args.form == GMM_RAGGED_M;
+  GMM_CHECK(args.offs || args.num_groups == 0, "offs: expected %d ends in device memory, got NULL", args.num_groups);
+  GMM_CHECK(reinterpret_cast<uintptr_t>(args.offs) % (args.offs_int64 ? 8 : 4) == 0,
+            "offs: expected %d-byte alignment, got %p", args.offs_int64 ? 8 : 4, args.offs);
+  const int64_t stride = in_m ? args.stride_b : args.stride_d;
+  GMM_CHECK(stride >= 0, "stride_%c: expected >= 0, got %lld", in_m ? 'b' : 'd', (long long)stride);
+  GMM_CHECK(!args.bias || in_m, "bias: expected NULL in the form GMM_RAGGED_K, whose d has no rows of tokens");
+}
+
 // The kernel of that name; nullptr when there is none, or no name.
 template <size_t kCount>
 const sm90::Kernel *find_kernel(const char *name, const sm90::Kernel *const (&kernels)[kCount]) {
@@ -73,24 +84,28 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
     return false;
   }
   // Both families sum a row's products in the same order, so the choice never changes a bit of the result.
-  if (sm90::descriptor_array::accepts(args)) {
+  std::string refused;
+  if (sm90::descriptor_array::accepts(args, why ? &refused : nullptr)) {
     const sm90::Kernel *asked = find_kernel(args.kernel, sm90::descriptor_array::kKernels);
-    if (asked || !args.kernel) {
+    if (!args.kernel || (asked && sm90::descriptor_array::takes(*asked, args))) {
       plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args);
-      plan.launches = sm90::descriptor_array::launches(args);
+      plan.launches = plan.products ? sm90::descriptor_array::launches(args).count : 0;
+      return true;
     }
   }
-  if (!plan.kernel && sm90::pointer_array::accepts(args, why)) {
-    const sm90::Kernel *asked = find_kernel(args.kernel, sm90::pointer_array::kKernels);
-    if (asked || !args.kernel) {
-      plan.kernel = asked ? asked : &sm90::pointer_array::choose(args, sm_count);
-      plan.launches = sm90::pointer_array::launches(plan.products);
-      plan.workspace_bytes = sm90::pointer_array::workspace_bytes(plan.products, sm_count);
-    } else if (why) {
-      *why = format("no kernel named '%s' takes this call", args.kernel);
-    }
+  if (args.form != GMM_LIST) {
+    if (why) *why = refused.empty() ? format("no kernel named '%s' takes this call", args.kernel) : refused;
+    return false;
   }
-  if (!plan.kernel) return false;
+  if (!sm90::pointer_array::accepts(args, why)) return false;
+  const sm90::Kernel *asked = find_kernel(args.kernel, sm90::pointer_array::kKernels);
+  if (args.kernel && !asked) {
+    if (why) *why = format("no kernel named '%s' takes this call", args.kernel);
+    return false;
+  }
+  plan.kernel = asked ? asked : &sm90::pointer_array::choose(args, sm_count);
+  plan.launches = sm90::pointer_array::launches(plan.products);
+  plan.workspace_bytes = sm90::pointer_array::workspace_bytes(plan.products, sm_count);
   // C is one operand: D itself, or the bias. Where it must be both, or TMA cannot read the bias, the bias goes into D
   // first.
   plan.fill_all = args.bias && (args.accumulate || !sm90::pointer_array::takes_bias(args));
@@ -98,6 +113,10 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
 }
 
 bool plan_cublas(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
+  if (args.form != GMM_LIST) {
+    if (why) *why = "needs the sizes of the groups on the host, got them in device memory";
+    return false;
+  }
   if (!cublas::accepts(args, device.sm, why)) return false;
   plan.streams = cublas::choose_streams(args);
   plan.launches = plan.products;
@@ -118,6 +137,13 @@ bool plan_backend(gmm_backend backend, const gmm_args &args, const Device &devic
 // The part of the plan that every backend shares: which groups have a product, and which only a fill.
 Plan count_groups(const gmm_args &args) {
   Plan plan;
+  if (args.form != GMM_LIST) {  // which groups have tokens, only the device knows; D without groups is zero
+    const gmm_matrix &d = args.d[0];
+    const bool nothing = d.rows == 0 || d.cols == 0 || (args.form == GMM_RAGGED_K && args.num_groups == 0) ||
+                         (args.accumulate && (args.a[0].cols == 0 || args.num_groups == 0));
+    plan.products = nothing ? 0 : std::max(args.num_groups, 1);
+    return plan;
+  }
   for (int i = 0; i < args.num_groups; ++i) {
     if (has_product(args, i))
       ++plan.products;
@@ -140,9 +166,12 @@ void check_args(const gmm_args &args) {
   GMM_CHECK(args.sm_margin >= 0, "sm_margin: expected >= 0, got %d", args.sm_margin);
   GMM_CHECK(args.backend >= GMM_BACKEND_AUTO && args.backend < GMM_NUM_BACKENDS,
             "backend: expected a gmm_backend, got %d", int(args.backend));
-  if (args.num_groups == 0) return;
-  GMM_CHECK(args.a && args.b && args.d, "a, b, d: expected arrays of %d matrices, got NULL", args.num_groups);
-  for (int i = 0; i < args.num_groups; ++i) check_group(args, i);
+  GMM_CHECK(args.form >= GMM_LIST && args.form <= GMM_RAGGED_K, "form: expected a gmm_form, got %d", int(args.form));
+  const int matrices = args.form == GMM_LIST ? args.num_groups : 1;
+  if (matrices == 0) return;
+  GMM_CHECK(args.a && args.b && args.d, "a, b, d: expected arrays of %d matrices, got NULL", matrices);
+  for (int i = 0; i < matrices; ++i) check_group(args, i);
+  if (args.form != GMM_LIST) check_ragged(args);
 }
 
 Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {

@@ -56,8 +56,8 @@ typedef enum gmm_backend {
  * matrix lies g * stride_? elements after the one given. */
 typedef enum gmm_form {
   GMM_LIST = 0,     /* arrays of num_groups matrices */
-  GMM_RAGGED_M = 1, /* a: T x K, its rows are cut;  b: K x N, batch (stride_b);  d: T x N, its rows are cut. Rows of d at
-                     * and after offs[num_groups - 1] become zero (untouched when accumulating) */
+  GMM_RAGGED_M = 1, /* a: T x K, its rows are cut;  b: K x N, batch (stride_b);  d: T x N, its rows are cut. Rows of d
+                     * at and after offs[num_groups - 1] become zero (untouched when accumulating) */
   GMM_RAGGED_K = 2  /* a: M x T, its columns are cut;  b: T x N, its rows are cut;  d: M x N, batch (stride_d) */
 } gmm_form;
 
@@ -81,8 +81,9 @@ typedef struct gmm_matrix {
  * Set struct_size to sizeof(gmm_args) and zero what you do not use: fields added later read as zero. */
 typedef struct gmm_args {
   size_t struct_size;
-  int32_t num_groups;  /* >= 0; 0 does nothing */
-  const gmm_matrix *a; /* [num_groups], M x K each; M, N, K may differ between groups and may be 0 */
+  int32_t num_groups;  /* >= 0; an empty list does nothing */
+  const gmm_matrix *a; /* [num_groups] (one in a ragged form, see gmm_form), M x K each; M, N, K may differ between
+                          groups and may be 0 */
   const gmm_matrix *b; /* [num_groups], K x N each */
   const gmm_matrix *d; /* [num_groups], M x N each; written. Must not overlap one another, an A, a B or a bias */
   const void *const
@@ -101,14 +102,14 @@ typedef struct gmm_args {
   void *(*allocate)(size_t bytes, void *allocate_context);
   void *allocate_context;
   gmm_form form;
-  /* The rest is for the ragged forms. offs: [num_groups] ends in device memory, non-decreasing, the last at most T; read
-   * when the work runs, so that a graph replay sees new ones. Ends that are not so never cause an access out of bounds:
-   * each is clamped to [0, T] and to the greatest before it. 4-byte aligned, or 8 with int64. */
+  /* The rest is for the ragged forms. offs: [num_groups] ends in device memory, non-decreasing, the last at most T;
+   * read when the work runs, so that a graph replay sees new ones. Ends that are not so never cause an access out of
+   * bounds: each is clamped to [0, T] and to the greatest before it. 4-byte aligned, or 8 with int64. */
   const void *offs;
-  int32_t offs_int64;   /* 0: offs are int32; 1: int64 */
-  int64_t stride_b;     /* GMM_RAGGED_M: >= 0: elements from a group's b to the next one's */
-  int64_t stride_d;     /* GMM_RAGGED_K: the same of d */
-  int64_t stride_bias;  /* GMM_RAGGED_M: the same of bias, whose array then has one pointer */
+  int32_t offs_int64;  /* 0: offs are int32; 1: int64 */
+  int64_t stride_b;    /* GMM_RAGGED_M: >= 0: elements from a group's b to the next one's */
+  int64_t stride_d;    /* GMM_RAGGED_K: the same of d */
+  int64_t stride_bias; /* GMM_RAGGED_M: the same of bias, whose array then has one pointer */
 } gmm_args;
 
 /* The device a plan is asked for. */

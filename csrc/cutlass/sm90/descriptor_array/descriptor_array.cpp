@@ -1,116 +1,90 @@
 #include "cutlass/sm90/descriptor_array/descriptor_array.h"
 
 #include <algorithm>
+#include <numeric>
 
-#include "core/error.h"
 #include "core/groups.h"
+#include "cutlass/sm90/descriptor_array/encode.h"
 #include "cutlass/sm90/descriptor_array/heuristics.h"
 #include "cutlass/sm90/descriptor_array/params.h"
 
 namespace gmm::sm90::descriptor_array {
 namespace {
 
-using EncodeTiled = CUresult (*)(CUtensorMap *, CUtensorMapDataType, cuuint32_t, void *, const cuuint64_t *,
-                                 const cuuint64_t *, const cuuint32_t *, const cuuint32_t *, CUtensorMapInterleave,
-                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+// What every launch of a call shares.
+struct Launch {
+  const gmm_args &args;
+  const Kernel &kernel;
+  Encoder encoder;
+  int tile_rows, sm_count;
+  cudaStream_t stream;
 
-// Through the runtime, so that the library does not link to the driver and loads without one.
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void *entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    GMM_CUDA_CHECK(
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess)
-      throw Error(GMM_ERROR_CUDA, "the CUDA driver has no cuTensorMapEncodeTiled: CUDA 12.0 or newer is needed");
-    return reinterpret_cast<EncodeTiled>(entry);
-  }();
-  return function;
-}
+  bool tokens_in_k() const { return &kernel == &k128x192; }
 
-class Encoder {
- public:
-  explicit Encoder(gmm_dtype dtype)
-      : encode_(encode_tiled()),
-        type_(dtype == GMM_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16) {}
-
-  // A matrix of `lines` lines of `extent` contiguous elements, read in boxes of kBlockK x box_lines.
-  void load(CUtensorMap *map, const gmm_matrix &m, int box_lines) const {
-    const int64_t extent = m.column_major ? m.rows : m.cols, lines = m.column_major ? m.cols : m.rows;
-    const cuuint64_t dims[] = {cuuint64_t(extent), cuuint64_t(lines)}, strides[] = {cuuint64_t(m.ld) * 2};
-    const cuuint32_t box[] = {kBlockK, cuuint32_t(box_lines)};
-    encode(map, 2, m.data, dims, strides, box);
+  template <class Params>
+  void operator()(bool b_column_major, Params &params) const {
+    params.tile_rows = tile_rows;
+    params.accumulate = args.accumulate;
+    params.add_in_l2 = kAddInL2;
+    const bool d_fp32 = args.d_dtype == GMM_FP32;
+    if (args.ab_dtype == GMM_BF16)
+      descriptor_array::launch<GMM_BF16>(kernel, b_column_major, d_fp32, params, sm_count, stream);
+    else
+      descriptor_array::launch<GMM_FP16>(kernel, b_column_major, d_fp32, params, sm_count, stream);
   }
-
-  // D, written in boxes of kChunk columns x kChunk rows that end at any row. Both row dimensions step one row, and the
-  // base lies M rows before D: (col, M - count + r, end) is row end - count + r of D, which for r >= count lies outside
-  // the second dimension and is dropped.
-  void store(CUtensorMap *map, const gmm_matrix &d) const {
-    const cuuint64_t rows = cuuint64_t(d.rows), row_bytes = cuuint64_t(d.ld) * 2;
-    const cuuint64_t dims[] = {cuuint64_t(d.cols), rows, rows + 1}, strides[] = {row_bytes, row_bytes};
-    const cuuint32_t box[] = {kChunk, kChunk, 1};
-    encode(map, 3, static_cast<char *>(d.data) - row_bytes * rows, dims, strides, box);
-  }
-
- private:
-  void encode(CUtensorMap *map, int rank, void *data, const cuuint64_t *dims, const cuuint64_t *strides,
-              const cuuint32_t *box) const {
-    const cuuint32_t element_strides[] = {1, 1, 1};
-    const CUresult result =
-        encode_(map, type_, rank, data, dims, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS)
-      throw Error(GMM_ERROR_CUDA, format("cuTensorMapEncodeTiled failed with %d for a matrix of %llu x %llu",
-                                         int(result), (unsigned long long)dims[1], (unsigned long long)dims[0]));
-  }
-
-  EncodeTiled encode_;
-  CUtensorMapDataType type_;
 };
 
-// Collects the groups of one launch. Rows that follow one another in one buffer become one matrix with one map.
+// ------------------------------------------------------------------------------------------------------- list form
+
+// Collects the groups of one launch. Tokens in rows: rows that follow one another in one buffer become one matrix with
+// one map.
 class Batch {
  public:
-  Batch() { params_.groups = 0; }
+  explicit Batch(const Launch &launch) : launch_(launch), d_bytes_(launch.args.d_dtype == GMM_FP32 ? 4 : 2) {
+    params_.groups = 0;
+    params_.ragged.offs = nullptr;
+  }
 
   bool empty() const { return params_.groups == 0; }
 
   // False, and nothing changed, when the group does not fit any more.
-  bool add(const gmm_matrix &a, const gmm_matrix &b, const gmm_matrix &d) {
-    const bool continues_a = !empty() && continues(last_a_, a), continues_d = !empty() && continues(last_d_, d);
+  bool add(int group) {
+    const gmm_matrix &a = launch_.args.a[group], &b = launch_.args.b[group], &d = launch_.args.d[group];
+    const bool shares = !empty() && !launch_.tokens_in_k();
+    const bool continues_a = shares && continues(*last_a_, a, 2),
+               continues_d = shares && continues(*last_d_, d, d_bytes_);
     if (maps_ + 3 - continues_a - continues_d > kLarge.maps || params_.groups == kLarge.groups) return false;
     GroupShape &shape = params_.shapes[params_.groups++];
     shape.m = int(d.rows);
     shape.n = int(d.cols);
     shape.k = int(a.cols);
-    shape.map_a = continues_a ? params_.shapes[params_.groups - 2].map_a : open(a);
-    shape.map_d = continues_d ? params_.shapes[params_.groups - 2].map_d : open(d);
+    shape.bias = launch_.args.bias ? launch_.args.bias[group] : nullptr;
+    if (!continues_a) map_a_ = open(a);
+    if (!continues_d) map_d_ = open(d);
+    shape.map_a = map_a_;
+    shape.map_d = map_d_;
     shape.map_b = open(b);
-    shape.row_a = append_rows(shape.map_a, a, continues_a);
-    shape.row_d = append_rows(shape.map_d, d, continues_d);
-    last_a_ = a;
-    last_d_ = d;
+    shape.row_a = append_rows(map_a_, a, continues_a);
+    shape.row_d = append_rows(map_d_, d, continues_d);
+    last_a_ = &a;
+    last_d_ = &d;
     return true;
   }
 
-  void launch(const Encoder &encoder, const gmm_args &args, const Kernel &kernel, int tile_rows, int sm_count,
-              cudaStream_t stream) {
+  void launch() {
     const bool b_column_major = matrices_[params_.shapes[0].map_b].column_major;
-    int64_t tiles = 0;
-    for (int i = 0; i < params_.groups; ++i) {
-      GroupShape &shape = params_.shapes[i];
-      const gmm_matrix &d = matrices_[shape.map_d];
-      shape.rows_d = int(d.rows);
-      shape.tiles_end = int(tiles += cluster_tiles(shape, kernel, tile_rows));
-      if (shape.row_a == 0) encoder.load(&params_.maps[shape.map_a], matrices_[shape.map_a], kBoxRowsA);
-      encoder.load(&params_.maps[shape.map_b], matrices_[shape.map_b], b_column_major ? kBoxRowsB : kBlockK);
-      if (shape.row_d == 0) encoder.store(&params_.maps[shape.map_d], d);
+    for (int i = 0; i < params_.groups; ++i) encode(params_.shapes[i]);
+    order_shapes();
+    if (maps_ <= kSmall.maps && params_.groups <= kSmall.groups) {
+      SmallParams params;
+      std::copy_n(params_.maps, maps_, params.maps);
+      std::copy_n(params_.shapes, params_.groups, params.shapes);
+      params.ragged = params_.ragged;
+      params.groups = params_.groups;
+      launch_(b_column_major, params);
+    } else {
+      launch_(b_column_major, params_);
     }
-    params_.tile_rows = tile_rows;
-    if (maps_ <= kSmall.maps && params_.groups <= kSmall.groups)
-      launch_dtype(args, kernel, b_column_major, small(), sm_count, stream);
-    else
-      launch_dtype(args, kernel, b_column_major, params_, sm_count, stream);
     params_.groups = maps_ = 0;
   }
 
@@ -128,51 +102,110 @@ class Batch {
     return first;
   }
 
-  // Tiles of a cluster: pairs of column tiles, and a last one without a neighbour shared by two row tiles.
-  static int64_t cluster_tiles(const GroupShape &shape, const Kernel &kernel, int tile_rows) {
-    const int64_t m_tiles = (shape.m + tile_rows - 1) / tile_rows;
+  void encode(GroupShape &shape) {
+    const Encoder &encoder = launch_.encoder;
+    const gmm_matrix &a = matrices_[shape.map_a], &b = matrices_[shape.map_b], &d = matrices_[shape.map_d];
+    shape.rows_d = int(d.rows);
+    if (launch_.tokens_in_k()) {
+      encoder.load_tokens(&params_.maps[shape.map_a], a.data, a.rows, a.cols, a.ld);
+      encoder.load_tokens(&params_.maps[shape.map_b], b.data, b.cols, b.rows, b.ld);
+      encoder.store_batch(&params_.maps[shape.map_d], d, 1, d.ld);
+    } else {
+      if (shape.row_a == 0) encoder.load_a(&params_.maps[shape.map_a], a);
+      encoder.load_b(&params_.maps[shape.map_b], b, 1, b.ld);
+      if (shape.row_d == 0) encoder.store_rows(&params_.maps[shape.map_d], d);
+    }
+  }
+
+  // The groups whose tiles take longest first, and the numbers of tiles (see schedule.cuh).
+  void order_shapes() {
+    GroupShape shapes[kLarge.groups];
+    int order[kLarge.groups], time[kLarge.groups];
+    std::copy_n(params_.shapes, params_.groups, shapes);
+    std::iota(order, order + params_.groups, 0);
+    for (int i = 0; i < params_.groups; ++i) {
+      const int m_tiles = (shapes[i].m + launch_.tile_rows - 1) / launch_.tile_rows;
+      time[i] = launch_.tokens_in_k() ? shapes[i].k : (shapes[i].m + m_tiles - 1) / m_tiles;
+    }
+    std::stable_sort(order, order + params_.groups, [&](int i, int j) { return time[i] > time[j]; });
+    int64_t tiles = 0;
+    for (int i = 0; i < params_.groups; ++i) {
+      params_.shapes[i] = shapes[order[i]];
+      params_.shapes[i].tiles_end = int(tiles += cluster_tiles(params_.shapes[i]));
+    }
+  }
+
+  // Tiles of a cluster: pairs along one dimension of D, and a last one without a neighbour shared by two along the
+  // other.
+  int64_t cluster_tiles(const GroupShape &shape) const {
+    const Kernel &kernel = launch_.kernel;
+    const int64_t m_tiles = (shape.m + launch_.tile_rows - 1) / launch_.tile_rows;
     const int64_t n_tiles = (shape.n + kernel.tile_n - 1) / kernel.tile_n;
-    const int64_t left = n_tiles % kernel.cluster_n;
-    return m_tiles * (n_tiles / kernel.cluster_n) + (left ? (m_tiles + kernel.cluster_n - 1) / kernel.cluster_n : 0);
+    const int cluster = kernel.cluster_m * kernel.cluster_n;
+    const int64_t p_tiles = launch_.tokens_in_k() ? m_tiles : n_tiles,
+                  q_tiles = launch_.tokens_in_k() ? n_tiles : m_tiles;
+    return q_tiles * (p_tiles / cluster) + (p_tiles % cluster ? (q_tiles + cluster - 1) / cluster : 0);
   }
 
-  SmallParams small() const {
-    SmallParams params;
-    std::copy_n(params_.maps, maps_, params.maps);
-    std::copy_n(params_.shapes, params_.groups, params.shapes);
-    params.groups = params_.groups;
-    params.tile_rows = params_.tile_rows;
-    return params;
-  }
-
-  template <class Params>
-  static void launch_dtype(const gmm_args &args, const Kernel &kernel, bool b_column_major, const Params &params,
-                           int sm_count, cudaStream_t stream) {
-    if (args.ab_dtype == GMM_BF16)
-      descriptor_array::launch<GMM_BF16>(kernel, b_column_major, params, sm_count, stream);
-    else
-      descriptor_array::launch<GMM_FP16>(kernel, b_column_major, params, sm_count, stream);
-  }
-
+  const Launch &launch_;
+  const int d_bytes_;
   LargeParams params_;  // maps are encoded at the launch
   gmm_matrix matrices_[kLarge.maps];
-  gmm_matrix last_a_, last_d_;
-  int maps_ = 0;
+  const gmm_matrix *last_a_ = nullptr, *last_d_ = nullptr;
+  int map_a_ = 0, map_d_ = 0, maps_ = 0;
 };
+
+void run_list(const Launch &launch) {
+  Batch batch(launch);
+  for (int i = 0; i < launch.args.num_groups; ++i) {
+    if (!has_product(launch.args, i)) continue;
+    if (batch.add(i)) continue;
+    batch.launch();
+    batch.add(i);
+  }
+  if (!batch.empty()) batch.launch();
+}
+
+// ---------------------------------------------------------------------------------------------------- ragged forms
+
+void run_ragged(const Launch &launch) {
+  const gmm_args &args = launch.args;
+  const gmm_matrix &a = args.a[0], &b = args.b[0], &d = args.d[0];
+  const Encoder &encoder = launch.encoder;
+  SmallParams params;
+  params.groups = args.num_groups;
+  params.ragged = {args.offs,   args.offs_int64, int(launch.tokens_in_k() ? a.cols : a.rows), int(d.rows),
+                   int(d.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
+  if (launch.tokens_in_k()) {
+    const void *a_data = a.data ? a.data : d.data, *b_data = b.data ? b.data : d.data;  // no tokens: no address to read
+    encoder.load_tokens(&params.maps[kMapA], a_data, a.rows, a.cols, a.ld);
+    encoder.load_tokens(&params.maps[kMapB], b_data, b.cols, b.rows, b.ld);
+    encoder.load_tail(&params.maps[kMapTailA], a_data, a.rows, a.ld);
+    encoder.load_tail(&params.maps[kMapTailB], b_data, b.cols, b.ld);
+    encoder.store_batch(&params.maps[kMapD], d, args.num_groups, args.stride_d);
+  } else {
+    gmm_matrix a_map = a, b_map = b;  // K = 0, no groups: as above
+    if (!a.data) a_map.data = d.data;
+    if (!b.data) b_map.data = d.data;
+    encoder.load_a(&params.maps[kMapA], a_map);
+    encoder.load_b(&params.maps[kMapB], b_map, args.num_groups, args.stride_b);
+    encoder.store_rows(&params.maps[kMapD], d);
+  }
+  launch(b.column_major, params);
+}
 
 }  // namespace
 
 void run(const gmm_args &args, const Plan &plan, int sm_count, cudaStream_t stream) {
-  const Encoder encoder(args.ab_dtype);
-  const int tile_rows = choose_tile_rows(args, *plan.kernel, sm_count);
-  Batch batch;
-  for (int i = 0; i < args.num_groups; ++i) {
-    if (!has_product(args, i)) continue;
-    if (batch.add(args.a[i], args.b[i], args.d[i])) continue;
-    batch.launch(encoder, args, *plan.kernel, tile_rows, sm_count, stream);
-    batch.add(args.a[i], args.b[i], args.d[i]);
-  }
-  if (!batch.empty()) batch.launch(encoder, args, *plan.kernel, tile_rows, sm_count, stream);
+  const Kernel &kernel = *plan.kernel;
+  const bool cuts_rows = args.form == GMM_LIST && &kernel != &k128x192;
+  const Launch launch{args,
+                      kernel,
+                      Encoder(args.ab_dtype, args.d_dtype),
+                      cuts_rows ? choose_tile_rows(args, kernel, sm_count) : kernel.tile_m,
+                      sm_count,
+                      stream};
+  args.form == GMM_LIST ? run_list(launch) : run_ragged(launch);
 }
 
 }  // namespace gmm::sm90::descriptor_array

@@ -3,54 +3,123 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/error.h"
 #include "core/groups.h"
 
 namespace gmm::sm90::descriptor_array {
 namespace {
 
+constexpr int64_t kMaxExtent = 0x7fff0000;        // coordinates are 32-bit, rounded up to whole tiles
+constexpr int64_t kMaxStride = int64_t(1) << 33;  // bytes; a map's are 40-bit, and tail maps compute with them
+
+template <typename... Values>
+bool refuse(std::string *why, const char *text, Values... values) {
+  if (why) *why = format(text, values...);
+  return false;
+}
+
 // 32 bits: 64-bit divisions would show in the host time of a call.
 uint32_t ceil_div(int64_t a, uint32_t b) { return (uint32_t(a) + b - 1) / b; }
 
-// What a TMA descriptor of 2-byte elements demands.
-bool tma_ready(const gmm_matrix &m) {
-  constexpr int64_t kMaxExtent = int64_t(1) << 31, kMaxStrideBytes = int64_t(1) << 40;
-  return reinterpret_cast<uintptr_t>(m.data) % 16 == 0 && m.ld % 8 == 0 && m.rows < kMaxExtent && m.cols < kMaxExtent &&
-         m.ld * 2 < kMaxStrideBytes;
+int bytes_of(gmm_dtype dtype) { return dtype == GMM_FP32 ? 4 : 2; }
+
+// Tokens in K: a is stored [tokens, M] and b [tokens, N].
+bool tokens_in_k(const gmm_matrix &a, const gmm_matrix &b) { return a.column_major && !b.column_major; }
+
+// What a TMA descriptor demands.
+bool accepts_matrix(const gmm_matrix &m, const char *name, int group, int element_bytes, std::string *why) {
+  const int elements = 16 / element_bytes;
+  if (m.rows > kMaxExtent || m.cols > kMaxExtent || m.ld > kMaxStride / 4)
+    return refuse(why, "%s[%d]: %lld x %lld with leading dimension %lld is beyond the kernels' 32-bit extents", name,
+                  group, (long long)m.rows, (long long)m.cols, (long long)m.ld);
+  if (reinterpret_cast<uintptr_t>(m.data) % 16 != 0)
+    return refuse(why, "%s[%d]: data %p is not 16-byte aligned", name, group, m.data);
+  if (m.ld % elements != 0)
+    return refuse(why, "%s[%d]: leading dimension %lld is not a multiple of %d elements (16 bytes)", name, group,
+                  (long long)m.ld, elements);
+  return true;
+}
+
+bool accepts_group(const gmm_args &args, int i, bool in_k, std::string *why) {
+  const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
+  const int d_bytes = bytes_of(args.d_dtype);
+  if (!accepts_matrix(a, "a", i, 2, why) || !accepts_matrix(b, "b", i, 2, why) ||
+      !accepts_matrix(d, "d", i, d_bytes, why))
+    return false;
+  if (d.cols % (16 / d_bytes) != 0)  // a TMA store writes the whole 16 bytes that a row ends in
+    return refuse(why, "d[%d]: %lld columns are not a multiple of %d (16 bytes)", i, (long long)d.cols, 16 / d_bytes);
+  if (in_k ? !tokens_in_k(a, b) : a.column_major)
+    return refuse(why,
+                  "a[%d] is %s-major and b[%d] %s-major; the kernels take a row-major, or a column-major and b "
+                  "row-major",
+                  i, a.column_major ? "column" : "row", i, b.column_major ? "column" : "row");
+  return true;
+}
+
+bool accepts_list(const gmm_args &args, std::string *why) {
+  if (args.accumulate && args.d_dtype != GMM_FP32) return refuse(why, "accumulates into fp32 only");
+  int64_t tiles = 0, rows = 0;  // 32-bit in the kernel
+  const gmm_matrix *first_a = nullptr, *first_b = nullptr;
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (!has_product(args, i)) continue;
+    if (!first_b) first_a = &args.a[i], first_b = &args.b[i];
+    if (!accepts_group(args, i, tokens_in_k(*first_a, *first_b), why)) return false;
+    if (!args.b[i].column_major != !first_b->column_major) return refuse(why, "b[%d]: another layout than before", i);
+    tiles += int64_t(ceil_div(args.d[i].rows, 16)) * ceil_div(args.d[i].cols, 64);
+    rows += args.d[i].rows;
+  }
+  if (tiles >= INT32_MAX || rows >= INT32_MAX) return refuse(why, "more tiles or rows than 32 bits count");
+  if (first_b && args.bias && tokens_in_k(*first_a, *first_b)) return refuse(why, "bias with a transposed a");
+  const Launches needed = launches(args);
+  if (needed.count > kMaxLaunches) return refuse(why, "%d groups need %d launches", args.num_groups, needed.count);
+  if (first_b && args.d_dtype == GMM_FP32 && !tokens_in_k(*first_a, *first_b) && !needed.small)
+    return refuse(why, "%d groups into fp32 need large parameters", args.num_groups);
+  return true;
+}
+
+bool accepts_ragged(const gmm_args &args, std::string *why) {
+  const gmm_matrix &d = args.d[0];
+  const bool in_k = args.form == GMM_RAGGED_K;
+  if (!accepts_group(args, 0, in_k, why)) return false;
+  if (args.bias && args.a[0].cols == 0) return refuse(why, "bias without a product, as K = 0");
+  const int64_t batch_stride = in_k ? args.stride_d : args.stride_b;
+  const int bytes = in_k ? bytes_of(args.d_dtype) : 2;
+  if (batch_stride * bytes % 16 != 0 || batch_stride >= (int64_t(1) << 39) / bytes)
+    return refuse(why, "%s: expected matrices a multiple of 16 bytes and less than 2^39 apart, got %lld elements",
+                  in_k ? "d" : "b", (long long)batch_stride);
+  if (in_k && args.accumulate && args.d_dtype != GMM_FP32)
+    return refuse(why, "accumulates weight gradients in fp32 only");
+  const int64_t tiles = in_k ? int64_t(args.num_groups) * ceil_div(d.rows, 64) * ceil_div(d.cols, 64)
+                             : (int64_t(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(d.cols, 64);
+  if (tiles >= INT32_MAX) return refuse(why, "more tiles than 32 bits count");
+  return true;
 }
 
 }  // namespace
 
-bool accepts(const gmm_args &args) {
-  if (args.ab_dtype == GMM_FP32 || args.d_dtype != args.ab_dtype || args.bias || args.accumulate) return false;
-  int64_t tiles = 0, rows = 0;  // 32-bit in the kernel
-  int b_column_major = -1;
-  for (int i = 0; i < args.num_groups; ++i) {
-    if (!has_product(args, i)) continue;
-    const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
-    if (a.column_major || !tma_ready(a) || !tma_ready(b) || !tma_ready(d)) return false;
-    if (d.cols % 8 != 0) return false;  // a TMA store writes the whole 16 bytes that a row ends in
-    if (b_column_major >= 0 && b_column_major != b.column_major) return false;
-    b_column_major = b.column_major;
-    tiles += int64_t(ceil_div(d.rows, 16)) * ceil_div(d.cols, 64);
-    rows += d.rows;
-  }
-  return tiles < INT32_MAX && rows < INT32_MAX && launches(args) <= kMaxLaunches;
+bool accepts(const gmm_args &args, std::string *why) {
+  if (args.ab_dtype == GMM_FP32) return refuse(why, "takes bf16 and fp16 inputs, got fp32");
+  return args.form == GMM_LIST ? accepts_list(args, why) : accepts_ragged(args, why);
 }
 
-bool continues(const gmm_matrix &previous, const gmm_matrix &next) {
+bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes) {
   return next.ld == previous.ld && next.cols == previous.cols &&
-         static_cast<char *>(next.data) == static_cast<char *>(previous.data) + previous.rows * previous.ld * 2;
+         static_cast<char *>(next.data) ==
+             static_cast<char *>(previous.data) + previous.rows * previous.ld * element_bytes;
 }
 
-int launches(const gmm_args &args) {
-  int launches = 0;
+Launches launches(const gmm_args &args) {
+  if (args.form != GMM_LIST) return {1, true};
+  const int d_bytes = bytes_of(args.d_dtype);
+  int count = 0;
   Capacity used = kLarge;  // of the current launch; the first group opens one
   const gmm_matrix *a = nullptr, *d = nullptr;
   for (int i = 0; i < args.num_groups; ++i) {
     if (!has_product(args, i)) continue;
-    int maps = 1 + !(a && continues(*a, args.a[i])) + !(d && continues(*d, args.d[i]));
+    const bool shares = a && !args.a[i].column_major;
+    int maps = 3 - (shares && continues(*a, args.a[i], 2)) - (shares && continues(*d, args.d[i], d_bytes));
     if (used.maps + maps > kLarge.maps || used.groups + 1 > kLarge.groups) {
-      ++launches;
+      ++count;
       used = {0, 0};
       maps = 3;
     }
@@ -59,23 +128,29 @@ int launches(const gmm_args &args) {
     a = &args.a[i];
     d = &args.d[i];
   }
-  return launches;
+  return {count, count <= 1 && used.maps <= kSmall.maps && used.groups <= kSmall.groups};
 }
 
 const Kernel &choose(const gmm_args &args) {
+  if (args.form == GMM_RAGGED_K) return k128x192;
+  if (args.form == GMM_RAGGED_M) return args.d[0].rows <= int64_t(96) * args.num_groups ? k128x64 : k192x128;
   int64_t rows = 0, groups = 0;
   for (int i = 0; i < args.num_groups; ++i) {
     if (!has_product(args, i)) continue;
+    if (args.a[i].column_major) return k128x192;
     rows += args.d[i].rows;
     ++groups;
   }
   return rows <= 96 * groups ? k128x64 : k192x128;
 }
 
+bool takes(const Kernel &kernel, const gmm_args &args) {
+  return (&kernel == &k128x192) == (&choose(args) == &k128x192);
+}
+
 int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {
   if (kernel.cluster_n == 1) return kernel.tile_m;
-  // Persistent CTAs take equal numbers of tiles: minimise (waves) x (mean time of a tile). A tile's time grows with its
-  // rows, plus about 20 rows' worth for filling the pipeline and the epilogue (measured on an H200).
+  // As the ragged kernel does, see schedule.cuh.
   constexpr int kOverheadRows = 20;
   int best_rows = kernel.tile_m;
   double best = 0;

@@ -1,6 +1,8 @@
 // The descriptor-array kernels: which calls they take, and with which tile. Pure host code.
 #pragma once
 
+#include <string>
+
 #include "cutlass/sm90/kernels.h"
 #include "gmm/gmm.h"
 
@@ -11,11 +13,12 @@ namespace gmm::sm90::descriptor_array {
 struct Capacity {
   int maps, groups;
 };
-inline constexpr Capacity kSmall{24, 24}, kLarge{210, 150};
+inline constexpr Capacity kSmall{22, 22}, kLarge{198, 148};
 
 // Beyond this many launches the pointer array, with one launch for any number of groups, is the better kernel.
 inline constexpr int kMaxLaunches = 2;
 
+// Tokens in rows: forward and dgrad.
 inline constexpr Kernel k192x128{
     "sm90_descriptor_array_192x128x64_pingpong_1x2", Family::kDescriptorArray, 192, 128, 64, 1, 2, true};
 
@@ -23,25 +26,43 @@ inline constexpr Kernel k192x128{
 inline constexpr Kernel k128x64{
     "sm90_descriptor_array_128x64x64_pingpong_1x1", Family::kDescriptorArray, 128, 64, 64, 1, 1, true};
 
-inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64};
+// Tokens in K: wgrad.
+inline constexpr Kernel k128x192{
+    "sm90_descriptor_array_128x192x64_pingpong_2x1", Family::kDescriptorArray, 128, 192, 64, 2, 1, true};
 
-// True when every condition of the fast path holds:
-//   - bf16 or fp16 in, D in the same dtype, neither bias nor accumulation;
-//   - A row-major; B all row-major or all column-major;
-//   - pointers 16-byte aligned; leading dimensions, and N, multiples of 8 elements;
-//   - at most kMaxLaunches launches.
-bool accepts(const gmm_args &args);
+inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192};
+
+// True when every condition of these kernels holds:
+//   - bf16 or fp16 in; D in the same dtype, or fp32; accumulation only into fp32 (list), or any (ragged);
+//   - A row-major and B all row-major or all column-major (tokens in rows); or A column-major and B row-major, without
+//     bias (tokens in K);
+//   - pointers 16-byte aligned; leading dimensions, strides of a batch and the rows of D multiples of 16 bytes;
+//   - list: at most kMaxLaunches launches; one of the small ones for rows into fp32.
+// Otherwise false, with the reason in `why`, which may be null.
+bool accepts(const gmm_args &args, std::string *why);
+
+// Whether that kernel can take the accepted call.
+bool takes(const Kernel &kernel, const gmm_args &args);
 
 // The kernel for accepted arguments.
 const Kernel &choose(const gmm_args &args);
 
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
-bool continues(const gmm_matrix &previous, const gmm_matrix &next);
+bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes);
 
-// How many launches the groups with a product take.
-int launches(const gmm_args &args);
+// How many launches the groups with a product take, and whether the one has small parameters.
+struct Launches {
+  int count;
+  bool small;
+};
+Launches launches(const gmm_args &args);
 
-// Rows of A that a tile of `kernel` takes at most, a multiple of 16. Groups are cut into equal tiles of at most that.
+// List form: rows of A that a tile of `kernel` takes at most, a multiple of 16. Groups are cut into equal tiles of at
+// most that. In the ragged form the kernel chooses.
 int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count);
+
+// Tokens of a group from which on the L2 adds the product to D (TMA reduction): faster there by 4 %, slower by up to
+// 25 % at a quarter of it (H200, fp32 D).
+inline constexpr int kAddInL2 = 2048;
 
 }  // namespace gmm::sm90::descriptor_array

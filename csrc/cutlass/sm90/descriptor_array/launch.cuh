@@ -36,24 +36,46 @@ void launch_config(const Params &params, int sm_count, cudaStream_t stream) {
   GMM_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel<C, Params>, params));
 }
 
-template <class Element, bool BColumnMajor, class Params>
-void launch_kernel(const Kernel &kernel, const Params &params, int sm_count, cudaStream_t stream) {
-  // Tile rows x columns, stages, cluster, chunks of D. Five stages and three chunks beat four and six by up to 9 %.
-  if (&kernel == &k192x128)
-    launch_config<Config<Element, BColumnMajor, 192, 128, 5, 2, 3>>(params, sm_count, stream);
-  else if (&kernel == &k128x64)
-    launch_config<Config<Element, BColumnMajor, 128, 64, 8, 1, 2>>(params, sm_count, stream);
-  else
-    throw Error(GMM_ERROR_INTERNAL, format("no kernel named %s here", kernel.name));
+// P x Q tile, stages, cluster, chunks of D. Five stages and three chunks beat four and six by up to 9 %; but D that is
+// loaded needs chunks on their way in and out.
+template <class Element, class Out, bool BColumnMajor>
+using Rows192x128 = Config<Element, Out, false, BColumnMajor, 128, 192, 5, 2, 3>;
+template <class Element, class Out, bool BColumnMajor>
+using Rows128x64 = Config<Element, Out, false, BColumnMajor, 64, 128, 8, 1, 2>;
+template <class Element, class Out>
+using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, 2, 3>;
+
+template <class Element>
+using TokensAdd128x192 = Config<Element, float, true, false, 128, 192, 4, 2, 8, true>;
+
+template <class Element, class Out, class Params>
+void launch_kernel(const Kernel &kernel, bool b_column_major, const Params &params, int sm_count, cudaStream_t stream) {
+  // Rows into fp32 come with small parameters only, see heuristics.h.
+  constexpr bool kRows = std::is_same_v<Params, SmallParams> || !std::is_same_v<Out, float>;
+  if (&kernel == &k128x192) {
+    if constexpr (std::is_same_v<Out, float>)
+      if (params.accumulate) return launch_config<TokensAdd128x192<Element>>(params, sm_count, stream);
+    return launch_config<Tokens128x192<Element, Out>>(params, sm_count, stream);
+  }
+  if constexpr (kRows) {
+    if (&kernel == &k192x128)
+      return b_column_major ? launch_config<Rows192x128<Element, Out, true>>(params, sm_count, stream)
+                            : launch_config<Rows192x128<Element, Out, false>>(params, sm_count, stream);
+    if (&kernel == &k128x64)
+      return b_column_major ? launch_config<Rows128x64<Element, Out, true>>(params, sm_count, stream)
+                            : launch_config<Rows128x64<Element, Out, false>>(params, sm_count, stream);
+  }
+  throw Error(GMM_ERROR_INTERNAL, format("no kernel %s for this call", kernel.name));
 }
 
 template <gmm_dtype Dtype, class Params>
-void launch(const Kernel &kernel, bool b_column_major, const Params &params, int sm_count, cudaStream_t stream) {
+void launch(const Kernel &kernel, bool b_column_major, bool d_fp32, const Params &params, int sm_count,
+            cudaStream_t stream) {
   using Element = std::conditional_t<Dtype == GMM_BF16, cutlass::bfloat16_t, cutlass::half_t>;
-  if (b_column_major)
-    launch_kernel<Element, true>(kernel, params, sm_count, stream);
+  if (d_fp32)
+    launch_kernel<Element, float>(kernel, b_column_major, params, sm_count, stream);
   else
-    launch_kernel<Element, false>(kernel, params, sm_count, stream);
+    launch_kernel<Element, Element>(kernel, b_column_major, params, sm_count, stream);
 }
 
 }  // namespace gmm::sm90::descriptor_array

@@ -11,28 +11,54 @@
 
 namespace gmm::sm90::descriptor_array {
 
-// Boxes of one TMA copy, in elements: inner extent x rows.
-inline constexpr int kBlockK = 64;    // 128 bytes, one swizzle atom
-inline constexpr int kBoxRowsA = 32;  // a tile loads as many boxes as its rows need
-inline constexpr int kBoxRowsB = 64;
-inline constexpr int kChunk = 64;  // D leaves in chunks of up to 64 rows x 64 columns
+// Boxes of one TMA copy, in elements: inner extent x lines. A box is 64 of K wide, one swizzle atom of 128 bytes; or,
+// where K is not the contiguous dimension, 64 of the other and kBoxTokens of K high.
+inline constexpr int kBlockK = 64;
+inline constexpr int kBoxRowsA = 32;   // tokens: a tile loads as many boxes as its rows need
+inline constexpr int kBoxRowsB = 64;   // weights
+inline constexpr int kBoxTokens = 32;  // tokens in K: half a block, so that two CTAs can load one each for both
 
+// D leaves in chunks of 8 KB.
+template <int ElementBytes, bool TokensInK>
+struct Chunk {
+  static constexpr int kBoxColumns = 128 / ElementBytes;  // one swizzle atom
+  // Tokens in rows: 64 columns, in one box or two. Tokens in K: 64 rows, of one box.
+  static constexpr int kColumns = TokensInK ? kBoxColumns : 64;
+  static constexpr int kRows = 8192 / ElementBytes / kColumns;
+};
+
+// A group of the list form. Its matrices are rows of a map's: groups whose rows follow one another share one.
 struct GroupShape {
   int m, n, k;
   int tiles_end;     // cluster tiles of this launch up to and with this group
   int row_a, row_d;  // where the group's rows begin in its maps of A and D
   int rows_d;        // rows of its map of D
   uint16_t map_a, map_b, map_d;
+  const void *bias;
 };
 
-// Maps, by operand: A (K, rows); B (K, N), or (N, K) when B is row-major; D (N, rows, rows + 1), see
-// descriptor_array.cpp. Groups whose rows follow one another in one buffer share a map.
+// The ragged forms: one map an operand, at fixed places, and the groups' ends in device memory.
+struct RaggedGroups {
+  const void *offs;  // null: the list form
+  int32_t offs_int64;
+  int total;    // tokens, T
+  int m, n, k;  // of all groups; the ragged one is unused
+  const void *bias;
+  int64_t stride_bias;  // elements
+};
+enum RaggedMap { kMapA, kMapB, kMapD, kMapTailA, kMapTailB, kRaggedMaps };
+
+// Maps, by operand. Tokens in rows: A (K, rows); B (K, N, batch), or (N, K, batch) when it is row-major; D (N, rows,
+// rows + 1), see encode.h. Tokens in K: A (M, tokens), B (N, tokens), D (N, M, batch).
 template <int kMaps, int kGroups>
 struct ParamsOf {
   CUtensorMap maps[kMaps];
   GroupShape shapes[kGroups];
+  RaggedGroups ragged;
   int groups;
-  int tile_rows;  // rows of D of a tile at most, a multiple of 16
+  int tile_rows;  // list form: rows of D of a tile at most, a multiple of 16
+  int accumulate;
+  int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
 };
 using SmallParams = ParamsOf<kSmall.maps, kSmall.groups>;
 using LargeParams = ParamsOf<kLarge.maps, kLarge.groups>;
@@ -40,6 +66,7 @@ static_assert(sizeof(SmallParams) <= 4096 && sizeof(LargeParams) <= 32764, "kern
 
 // Launches one kernel over params.groups groups; defined for each dtype in instantiations/.
 template <gmm_dtype, class Params>
-void launch(const Kernel &kernel, bool b_column_major, const Params &params, int sm_count, cudaStream_t stream);
+void launch(const Kernel &kernel, bool b_column_major, bool d_fp32, const Params &params, int sm_count,
+            cudaStream_t stream);
 
 }  // namespace gmm::sm90::descriptor_array

@@ -1,8 +1,0 @@
-#include "cutlass/sm90/descriptor_array/launch.cuh"
-
-namespace gmm::sm90::descriptor_array {
-
-template void launch<GMM_BF16, SmallParams>(const Kernel &, bool, const SmallParams &, int, cudaStream_t);
-template void launch<GMM_BF16, LargeParams>(const Kernel &, bool, const LargeParams &, int, cudaStream_t);
-
-}  // namespace gmm::sm90::descriptor_array
