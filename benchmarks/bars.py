@@ -141,8 +141,9 @@ def add_ratios(rows: list[Row]) -> None:
 
 
 def geometric_mean(rows: list[Row], which: str) -> float | None:
-    """Of the ratio to the best peer."""
-    ratios = [row["ratios"]["best peer"] for row in rows if row["pass"] == which and "best peer" in row["ratios"]]
+    """Of the ratio of CUTLASS to the best peer."""
+    with_cutlass = [row["ratios"] for row in rows if row["pass"] == which and "cutlass" in row["us"]]
+    ratios = [ratios["best peer"] for ratios in with_cutlass if "best peer" in ratios]
     return statistics.geometric_mean(ratios) if ratios else None
 
 
