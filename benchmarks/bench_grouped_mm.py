@@ -196,6 +196,7 @@ def build_kernels(methods: list[str], work: Work) -> None:
     """Runs each method once, in a process of its own: libraries that compile at run time keep the kernels on disk."""
     with torch.no_grad():
         checked(*work, methods)
+    torch.cuda.empty_cache()  # for the other processes
 
 
 def print_results(results: dict[str, Any]) -> None:

@@ -84,10 +84,11 @@ class Problem:
         self.offs = torch.tensor(list(accumulate(self.splits)), device=device, dtype=torch.int32)
 
     def half(self) -> Problem:
-        """The same values in float16, with an `out` of its own."""
+        """The same values in float16. An fp32 `out` is shared, so that reset() holds for both."""
         other = copy.copy(self)
         other.a, other.b = self.a.half(), self.b.half()
-        other.out = self.out.clone() if self.out.dtype is torch.float32 else self.out.half()
+        if self.out.dtype is not torch.float32:
+            other.out = self.out.half()
         return other
 
     def reset(self) -> None:

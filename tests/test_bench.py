@@ -168,12 +168,14 @@ def test_peers_compute_the_problem(peer: str, which: str, spread: str, monkeypat
         assert problem.error(method.result(method.run()), reference) < bench_grouped_mm.TOLERANCE
 
 
+@pytest.mark.parametrize("half", (False, True), ids=("bf16", "fp16"))
 @pytest.mark.parametrize("which", PASSES)
-def test_ours_computes_the_problem(which: str) -> None:
+def test_ours_computes_the_problem(which: str, half: bool) -> None:
     problem = Problem(SMALL, which, "cpu")
     reference = problem.reference()
+    run = bench_grouped_mm.ours("reference", problem.half() if half else problem)[""].run
     problem.reset()
-    result = bench_grouped_mm.ours("reference", problem)[""].run()
+    result = run()
     fp32 = result.dtype is torch.float32
     assert fp32 == (which in ("wgrad-fp32", "wgrad-accumulate"))
     assert problem.error(result, reference) < (bench_grouped_mm.TOLERANCE_FP32 if fp32 else bench_grouped_mm.TOLERANCE)
