@@ -12,20 +12,15 @@ results (power). Host time is the mean time of a call that does not wait for the
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import random
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import Row, do_bench_ms, host_us, interleaved, machine, print_table, progress, save
 
 import gmm
 
@@ -34,7 +29,6 @@ from cases import DGRAD, FORWARD, MODEL_SHAPES, WGRAD, Layout, ModelShape
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "multi_tensor_gemm.json"
 Tensors = list[torch.Tensor]
-Row = dict[str, Any]
 
 # Speed bars of the project, on an H200.
 MIN_CUTLASS_OVER_CUBLAS = {"8 experts": 1.12, "16 experts": 1.34}  # forward, equal groups
@@ -80,8 +74,6 @@ def loop(a: Tensors, b: Tensors, d: Tensors, layout: Layout, accumulate: bool) -
 
 def time_shape(shape: ModelShape, which: str, rounds: int) -> Row:
     """TFLOP/s of every method."""
-    import triton.testing
-
     a, b, d = make_operands(shape, which)
     layout, accumulate = PASSES[which], which.endswith("accumulate")
 
@@ -99,12 +91,9 @@ def time_shape(shape: ModelShape, which: str, rounds: int) -> Row:
         kernels[method] = "torch.mm" if method == "loop" else gmm.last_backend()
         if method not in kernels[method] and method != "loop":
             raise RuntimeError(f"asked for {method}, but {kernels[method]} ran")
-    times: dict[str, list[float]] = {method: [] for method in METHODS}
-    for _ in range(rounds):
-        for method in random.sample(METHODS, len(METHODS)):
-            times[method].append(triton.testing.do_bench(calls[method], warmup=5, rep=25, return_mode="median"))
+    ms = interleaved(calls, do_bench_ms, rounds=rounds)
     flops = 2.0 * sum(shape.splits()) * shape.n * shape.k
-    tflops = {method: flops / statistics.median(ms) / 1e9 for method, ms in times.items()}
+    tflops = {method: flops / ms[method] / 1e9 for method in METHODS}
     return {
         "shape": shape.label,
         "groups": shape.groups,
@@ -118,21 +107,6 @@ def time_shape(shape: ModelShape, which: str, rounds: int) -> Row:
         "cublas_over_loop": round(tflops["cublas"] / tflops["loop"], 3),
         "kernels": kernels,
     }
-
-
-def host_us(call: Callable[[], object], batches: int, calls: int = 20) -> float:
-    """Microseconds of host time a call. The queue is drained between batches, so no call waits for a place in it."""
-    for _ in range(3 * calls):
-        call()
-    means = []
-    for _ in range(batches):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        means.append((time.perf_counter() - start) / calls * 1e6)
-    torch.cuda.synchronize()
-    return statistics.median(means)
 
 
 def time_host(groups: int, backend: str, batches: int) -> Row:
@@ -176,45 +150,6 @@ def describe(row: Row) -> str:
     """The row's shape in one line."""
     sizes = f"{row['groups']} x {row['tokens']} x {row['n']} x {row['k']}"
     return f"{row['shape']} ({sizes}, {row['spread']}), {row['pass']}"
-
-
-def machine() -> dict[str, str]:
-    """What the figures depend on."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        driver = "unknown"
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-        "gmm": gmm.__version__,
-    }
-
-
-def print_table(title: str, header: list[str], rows: list[list[str]]) -> None:
-    """Through rich where it is installed, else in plain columns. The first column is text, the others are numbers."""
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
-        print(f"\n{title}")
-        for row in [header, *rows]:
-            print("  ".join([row[0].ljust(widths[0]), *(x.rjust(w) for x, w in zip(row[1:], widths[1:], strict=True))]))
-        return
-    table = Table(title=title, title_justify="left")
-    for i, name in enumerate(header):
-        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    console = Console()
-    Console(width=console.width if console.is_terminal else 140).print(table)
 
 
 def print_results(results: dict[str, Any]) -> None:
@@ -284,16 +219,15 @@ def main() -> int:
     begin = time.perf_counter()
     rows = []
     for i, (shape, which) in enumerate(work):
-        print(f"\r{i + 1}/{len(work)} {shape.label}, {which}".ljust(60), end="", file=sys.stderr, flush=True)
+        progress(i, len(work), f"{shape.label}, {which}")
         rows.append(time_shape(shape, which, rounds_of_bars if i < 2 else rounds))
-    print("\r".ljust(61), end="\r", file=sys.stderr, flush=True)
+    progress(len(work), len(work), "")
     host = [time_host(groups, backend, batches) for groups in MAX_HOST_US for backend in ("cutlass", "cublas")]
     results = {**machine(), "rows": rows, "host": host}
 
     print_results(results)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"{time.perf_counter() - begin:.0f} s; written to {options.out}")
+    print(f"{time.perf_counter() - begin:.0f} s")
+    save(results, options.out)
     if options.plot:
         plot(results, options.plot)
     missed = list(missed_bars(rows, host)) if options.check else []

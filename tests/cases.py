@@ -6,6 +6,7 @@ A group is (M, N, K): D [M, N] = op(A) [M, K] @ op(B) [K, N].
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -107,21 +108,52 @@ class ModelShape(NamedTuple):
     tokens: int
     n: int
     k: int
-    spread: str  # of the tokens over the experts: equal, unequal, skewed, or all-or-none
+    spread: str  # of the tokens over the experts: one of SPREADS
 
     def splits(self) -> list[int]:
-        """Tokens of each expert, multiples of 8."""
-        if self.spread == "equal":
-            return [self.tokens] * self.groups
-        if self.spread == "unequal":
-            return unbalanced_splits(self.tokens, self.groups)
-        generator = torch.Generator().manual_seed(0)
-        if self.spread == "all-or-none":
-            return (torch.randint(0, 2, (self.groups,), generator=generator) * self.tokens).tolist()
-        share = torch._standard_gamma(
-            torch.full((self.groups,), 0.5), generator=generator
-        )  # normalised: Dirichlet(0.5)
-        return (share / share.sum() * self.groups * self.tokens).int().div(8, rounding_mode="floor").mul(8).tolist()
+        """Tokens of each expert, multiples of 8 (but for equal ones)."""
+        return SPREADS[self.spread](self.tokens, self.groups)
+
+
+def shared_out(share: torch.Tensor, total: int) -> list[int]:
+    """`total` tokens in these shares, rounded down to multiples of 8."""
+    return (share / share.sum() * total).int().div(8, rounding_mode="floor").mul(8).tolist()
+
+
+def dirichlet_splits(average: int, groups: int) -> list[int]:
+    """Shares drawn from Dirichlet(0.5)."""
+    share = torch._standard_gamma(torch.full((groups,), 0.5), generator=torch.Generator().manual_seed(0))
+    return shared_out(share, groups * average)
+
+
+def zipf_splits(average: int, groups: int) -> list[int]:
+    """The expert of rank r gets a share of r ** -1.2; the ranks are in random order."""
+    order = torch.randperm(groups, generator=torch.Generator().manual_seed(0))
+    return shared_out((order + 1.0) ** -1.2, groups * average)
+
+
+def all_or_none_splits(average: int, groups: int) -> list[int]:
+    """The average or nothing, each with probability one half: decoding."""
+    return (torch.randint(0, 2, (groups,), generator=torch.Generator().manual_seed(0)) * average).tolist()
+
+
+def part_empty_splits(average: int, groups: int) -> list[int]:
+    """30 % of the experts get nothing, the others unequal numbers, about as many tokens in all as without."""
+    splits = unbalanced_splits(round(average / 0.7), groups)
+    for i in torch.randperm(groups, generator=torch.Generator().manual_seed(0))[: round(0.3 * groups)].tolist():
+        splits[i] = 0
+    return splits
+
+
+SPREADS: dict[str, Callable[[int, int], list[int]]] = {
+    "equal": lambda average, groups: [average] * groups,
+    "unequal": unbalanced_splits,
+    "skewed": dirichlet_splits,
+    "zipf": zipf_splits,
+    "one-hot": lambda average, groups: [average * groups * (i == groups // 2) for i in range(groups)],
+    "empty30": part_empty_splits,
+    "all-or-none": all_or_none_splits,
+}
 
 
 # What the benchmark times. The first two carry the project's speed bars.
