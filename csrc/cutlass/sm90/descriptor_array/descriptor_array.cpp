@@ -107,8 +107,8 @@ class Batch {
     const gmm_matrix &a = matrices_[shape.map_a], &b = matrices_[shape.map_b], &d = matrices_[shape.map_d];
     shape.rows_d = int(d.rows);
     if (launch_.tokens_in_k()) {
-      encoder.load_tokens(&params_.maps[shape.map_a], a.data, a.rows, a.cols, a.ld);
-      encoder.load_tokens(&params_.maps[shape.map_b], b.data, b.cols, b.rows, b.ld);
+      encoder.load_tokens(&params_.maps[shape.map_a], a.data, a.rows, a.cols, a.ld, kBoxTokensA);
+      encoder.load_tokens(&params_.maps[shape.map_b], b.data, b.cols, b.rows, b.ld, kBoxTokensB);
       encoder.store_batch(&params_.maps[shape.map_d], d, 1, d.ld);
     } else {
       if (shape.row_a == 0) encoder.load_a(&params_.maps[shape.map_a], a);
@@ -178,10 +178,10 @@ void run_ragged(const Launch &launch) {
                    int(d.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
   if (launch.tokens_in_k()) {
     const void *a_data = a.data ? a.data : d.data, *b_data = b.data ? b.data : d.data;  // no tokens: no address to read
-    encoder.load_tokens(&params.maps[kMapA], a_data, a.rows, a.cols, a.ld);
-    encoder.load_tokens(&params.maps[kMapB], b_data, b.cols, b.rows, b.ld);
-    encoder.load_tail(&params.maps[kMapTailA], a_data, a.rows, a.ld);
-    encoder.load_tail(&params.maps[kMapTailB], b_data, b.cols, b.ld);
+    encoder.load_tokens(&params.maps[kMapA], a_data, a.rows, a.cols, a.ld, kBoxTokensA);
+    encoder.load_tokens(&params.maps[kMapB], b_data, b.cols, b.rows, b.ld, kBoxTokensB);
+    encoder.load_tail(&params.maps[kMapTailA], a_data, a.rows, a.ld, kBoxTokensA);
+    encoder.load_tail(&params.maps[kMapTailB], b_data, b.cols, b.ld, kBoxTokensB);
     encoder.store_batch(&params.maps[kMapD], d, args.num_groups, args.stride_d);
   } else {
     gmm_matrix a_map = a, b_map = b;  // K = 0, no groups: as above

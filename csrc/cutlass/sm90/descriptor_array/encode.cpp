@@ -75,14 +75,15 @@ void Encoder::store_rows(CUtensorMap *map, const gmm_matrix &d) const {
             {extent(d.cols), extent(d.rows), cuuint64_t(d.rows) + 1}, {row, row}, {columns, rows, 1});
 }
 
-void Encoder::load_tokens(CUtensorMap *map, const void *data, int64_t columns, int64_t tokens, int64_t ld) const {
-  encode<2>(map, ab_type_, data, {extent(columns), extent(tokens)}, {stride_bytes(ld, 2)}, {64, kBoxTokens});
+void Encoder::load_tokens(CUtensorMap *map, const void *data, int64_t columns, int64_t tokens, int64_t ld,
+                          int box) const {
+  encode<2>(map, ab_type_, data, {extent(columns), extent(tokens)}, {stride_bytes(ld, 2)}, {64, cuuint32_t(box)});
 }
 
-void Encoder::load_tail(CUtensorMap *map, const void *data, int64_t columns, int64_t ld) const {
+void Encoder::load_tail(CUtensorMap *map, const void *data, int64_t columns, int64_t ld, int box) const {
   const cuuint64_t token = stride_bytes(ld, 2);
   encode<4>(map, ab_type_, data, {extent(columns), cuuint64_t(1) << 30, 0x7fff0000, 0x7fff0000},
-            {token, token, (cuuint64_t(1) << 35) - token}, {64, kBoxTokens, 1, 1});
+            {token, token, (cuuint64_t(1) << 35) - token}, {64, cuuint32_t(box), 1, 1});
 }
 
 void Encoder::store_batch(CUtensorMap *map, const gmm_matrix &d, int64_t batch, int64_t stride) const {

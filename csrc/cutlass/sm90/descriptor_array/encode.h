@@ -22,14 +22,14 @@ class Encoder {
   // dimension and is dropped.
   void store_rows(CUtensorMap *map, const gmm_matrix &d) const;
 
-  // Tokens in K. A or B, as stored: a line of `extent` elements a token; read in boxes of 64 x kBoxTokens.
-  void load_tokens(CUtensorMap *map, const void *data, int64_t extent, int64_t tokens, int64_t ld) const;
+  // Tokens in K. A or B, as stored: a line of `extent` elements a token; read in boxes of 64 x `box` tokens.
+  void load_tokens(CUtensorMap *map, const void *data, int64_t extent, int64_t tokens, int64_t ld, int box) const;
 
   // The same for a group's last tokens: with B = 2^30, (x, B - count + r, end, B) is x of token end - count + r, and
   // for r >= count lies outside the second dimension and reads as zero: the third dimension steps one token as well,
   // and the fourth takes the B tokens of the second back, as its stride is 2^35 bytes less a token and 2^30 * 2^35 =
   // 2^65 is nothing to a 64-bit address.
-  void load_tail(CUtensorMap *map, const void *data, int64_t extent, int64_t ld) const;
+  void load_tail(CUtensorMap *map, const void *data, int64_t extent, int64_t ld, int box) const;
 
   // Tokens in K. D of `batch` groups `stride` elements apart, written in boxes of 128 bytes x 64 rows.
   void store_batch(CUtensorMap *map, const gmm_matrix &d, int64_t batch, int64_t stride) const;

@@ -37,7 +37,8 @@ CUTLASS_DEVICE constexpr uint32_t bytes_of_lines(int lines) {
   return lines * kBlockK * sizeof(typename C::Element);
 }
 
-// In what follows kShared: the CTAs of the cluster need the same, and each loads a part of it for all.
+// In what follows kShared: the CTAs of the cluster need the same, and each loads a part of it for all. With tokens in K
+// P is never shared: only a last tile without a neighbour could be.
 
 // ------------------------------------------------------------------------------------------------- tokens in rows
 
@@ -75,20 +76,21 @@ CUTLASS_DEVICE void load_weights(const Params &params, SharedStorage<C> &shared,
 
 // --------------------------------------------------------------------------------------------------- tokens in K
 
-// Extent columns of an operand from `at` on, a block of up to 64 tokens at a time. Rows at and after k_end must come as
-// zeros: the next group's tokens lie there. Where a map holds one group, it does that by itself; else tail_map does.
-template <class C, bool kShared, int Extent>
+// Extent columns of an operand from `at` on, in boxes of kBox tokens, a block of up to 64 tokens at a time. Rows at and
+// after k_end must come as zeros: the next group's tokens lie there. Where a map holds one group, it does that by
+// itself; else tail_map does.
+template <class C, bool kShared, int Extent, int kBox>
 CUTLASS_DEVICE void load_tokens(const CUtensorMap *map, const CUtensorMap *tail_map, SharedStorage<C> &shared,
                                 typename C::Element *stages, const Tile &tile, int at, int rank) {
-  constexpr int kHalves = kBlockK / kBoxTokens;
-  static_assert(!kShared || C::Cluster == kHalves);
+  constexpr int kBoxes = kBlockK / kBox;
+  static_assert(!kShared || C::Cluster == kBoxes);
   fill_stages(shared, tile, bytes_of_lines<C>(Extent), [&](int stage, int k) {
     const bool tail = tail_map && tile.k_end - k < kBlockK;
     CUTE_UNROLL
-    for (int i = 0; i < Extent / 64 * (kShared ? 1 : kHalves); ++i) {
-      const int part = kShared ? i : i / kHalves, half = kShared ? rank : i % kHalves;
-      typename C::Element *to = stages + stage * Extent * kBlockK + (part * kBlockK + half * kBoxTokens) * 64;
-      const int x = at + part * 64, token = k + half * kBoxTokens;
+    for (int i = 0; i < Extent / 64 * (kShared ? 1 : kBoxes); ++i) {
+      const int part = kShared ? i : i / kBoxes, box = kShared ? rank : i % kBoxes;
+      typename C::Element *to = stages + stage * Extent * kBlockK + (part * kBlockK + box * kBox) * 64;
+      const int x = at + part * 64, token = k + box * kBox;
       if (tail)
         copy_box<C, kShared>(tail_map, shared.full[stage], to, x, kTailBase - (tile.k_end - token), tile.k_end,
                              +kTailBase);
@@ -104,7 +106,7 @@ template <class C, bool kShared, class Params>
 CUTLASS_DEVICE void load_tile_p(const Params &params, SharedStorage<C> &shared, const Tile &tile, int rank) {
   if constexpr (C::kTokensInK) {
     const CUtensorMap *tail = params.ragged.offs ? &params.maps[kMapTailA] : nullptr;
-    load_tokens<C, kShared, C::TileP>(map_a(params, tile.group), tail, shared, shared.p, tile, tile.p, rank);
+    load_tokens<C, false, C::TileP, kBoxTokensA>(map_a(params, tile.group), tail, shared, shared.p, tile, tile.p, rank);
   } else {
     load_weights<C, kShared>(params, shared, tile, rank);
   }
@@ -114,7 +116,8 @@ template <class C, bool kShared, class Params>
 CUTLASS_DEVICE void load_tile_q(const Params &params, SharedStorage<C> &shared, const Tile &tile, int rank) {
   if constexpr (C::kTokensInK) {
     const CUtensorMap *tail = params.ragged.offs ? &params.maps[kMapTailB] : nullptr;
-    load_tokens<C, kShared, C::TileQ>(map_b(params, tile.group), tail, shared, shared.q, tile, tile.q, rank);
+    load_tokens<C, kShared, C::TileQ, kBoxTokensB>(map_b(params, tile.group), tail, shared, shared.q, tile, tile.q,
+                                                   rank);
   } else {
     load_rows<C, kShared>(params, shared, tile, rank);
   }
@@ -132,7 +135,7 @@ CUTLASS_DEVICE void produce(const Params &params, SharedStorage<C> &shared, int 
     shared.tile_empty[pos % kTileRing].arrive();
     if (tile.group < 0) break;
     if constexpr (kOperandP) {
-      if (C::Cluster > 1 && !tile.shares_q)
+      if (C::Cluster > 1 && !tile.shares_q && !C::kTokensInK)
         load_tile_p<C, (C::Cluster > 1)>(params, shared, tile, rank);
       else
         load_tile_p<C, false>(params, shared, tile, rank);

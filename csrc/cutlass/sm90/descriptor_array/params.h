@@ -12,11 +12,12 @@
 namespace gmm::sm90::descriptor_array {
 
 // Boxes of one TMA copy, in elements: inner extent x lines. A box is 64 of K wide, one swizzle atom of 128 bytes; or,
-// where K is not the contiguous dimension, 64 of the other and kBoxTokens of K high.
+// where K is not the contiguous dimension, 64 of the other.
 inline constexpr int kBlockK = 64;
-inline constexpr int kBoxRowsA = 32;   // tokens: a tile loads as many boxes as its rows need
-inline constexpr int kBoxRowsB = 64;   // weights
-inline constexpr int kBoxTokens = 32;  // tokens in K: half a block, so that two CTAs can load one each for both
+inline constexpr int kBoxRowsA = 32;    // tokens: a tile loads as many boxes as its rows need
+inline constexpr int kBoxRowsB = 64;    // weights
+inline constexpr int kBoxTokensA = 64;  // tokens in K
+inline constexpr int kBoxTokensB = 32;  // half a block, so that two CTAs can load one each for both
 
 // D leaves in chunks of 8 KB.
 template <int ElementBytes, bool TokensInK>

@@ -91,17 +91,20 @@ CUTLASS_DEVICE void write_block_32_by_rows(float *chunk, int q, const Block &val
 CUTLASS_DEVICE void write_chunk_32_by_tokens(float *chunk, const float *values, bool add) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const bool odd = lane / 4 % 2;
+  const auto at = [&](int i) {
+    const int block = odd ? i / 2 ^ 2 : i / 2;
+    return reinterpret_cast<float2 *>(swizzled(chunk, warp * 16 + lane / 4 + i % 2 * 8, block * 8 + lane % 4 * 2));
+  };
+  float2 old[8] = {};
+  if (add) {
+    CUTE_UNROLL
+    for (int i = 0; i < 8; ++i) old[i] = *at(i);
+  }
   CUTE_UNROLL
   for (int i = 0; i < 8; ++i) {
-    const int down = i % 2, block = i / 2, even_v = block * 4 + down * 2, odd_v = (block ^ 2) * 4 + down * 2;
-    const int line = warp * 16 + lane / 4 + down * 8, column = (odd ? block ^ 2 : block) * 8 + lane % 4 * 2;
-    float2 pair{odd ? values[odd_v] : values[even_v], odd ? values[odd_v + 1] : values[even_v + 1]};
-    auto *to = reinterpret_cast<float2 *>(swizzled(chunk, line, column));
-    if (add) {
-      const float2 old = *to;
-      pair.x += old.x, pair.y += old.y;
-    }
-    *to = pair;
+    const int even = i / 2 * 4 + i % 2 * 2, swapped = (i / 2 ^ 2) * 4 + i % 2 * 2;
+    *at(i) = {old[i].x + (odd ? values[swapped] : values[even]),
+              old[i].y + (odd ? values[swapped + 1] : values[even + 1])};
   }
 }
 
