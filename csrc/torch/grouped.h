@@ -76,7 +76,8 @@ inline const char *describe_grouped(GroupedCall call, gmm_args &args, GroupedMat
     if (call.bias) return "it adds a bias only to a row-major out";
     call.transpose();
   }
-  if (call.mode == Mode::kRaggedN) return "it writes groups of rows; here they are columns of a row-major out";
+  if (call.mode == Mode::kRaggedN || !describe_row_major(call.d.matrix, unused))
+    return "it takes a row-major out, or a column-major one (which it must be where its columns are the groups')";
   if (call.bias && call.d.matrix.cols > 1 && call.bias_stride != 1) return "its bias must be contiguous within a group";
 
   args.num_groups = static_cast<int32_t>(call.groups);

@@ -8,9 +8,10 @@ The ops themselves are torch.ops.gmm.*.
 from gmm._library import build_info
 from gmm._library import version as _version
 from gmm.backend import last_backend, use_backend
-from gmm.explain import Plan, explain
+from gmm.explain import explain
 from gmm.grouped_mm import grouped_mm
 from gmm.ops import multi_tensor_gemm
+from gmm.plan import Plan
 
 __version__ = _version()
 

@@ -77,8 +77,8 @@ def grouped_mm(
     GMM_CHECK_OFFSETS=1 in the environment they raise, at the price of a synchronisation a call.
 
     Under torch.autocast a and b are cast to its dtype and bias to that of the result, as by torch.mm; with out nothing
-    is. float32 products use TF32 only where torch.backends.cuda.matmul allows it. The gradient of b has the layout of b:
-    for a transposed view of contiguous weights it is such a view. Derivatives are those of backward, of any order (with
+    is. float32 products use TF32 only where torch.backends.cuda.matmul allows it. The gradient of b has b's layout: for
+    a transposed view of contiguous weights it is such a view. Derivatives are those of backward, of any order (with
     weight_grad_out of the first); there is no forward mode, vmap or torch.func.grad.
 
     Never synchronises with the device, but on the cublas backend, which copies offs to the host: the choice only below

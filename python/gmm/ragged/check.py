@@ -80,7 +80,6 @@ def check_weight_grad_out(x: Tensor, b: Tensor, dtype: torch.dtype) -> None:
     check(not x.requires_grad, "weight_grad_out: expected a tensor that does not require grad")
 
 
-@torch.library.impl("gmm::check_offsets", "default")
 def check_offsets(offs: Tensor, total: int) -> None:
     """For GMM_CHECK_OFFSETS=1: synchronises, and raises a RuntimeError for ends that decrease or leave the buffer."""
     before = 0
@@ -156,3 +155,6 @@ def _check_out(a: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
         *(list(out.shape), list(out.stride())),
     )
     return out.dtype
+
+
+torch.library.impl("gmm::check_offsets", "default", check_offsets)
