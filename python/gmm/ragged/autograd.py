@@ -67,7 +67,7 @@ class GroupedMM(torch.autograd.Function):
 
 
 def _is_column_major(x: Tensor) -> bool:
-    return x.stride(-2) == 1 and x.stride(-1) > 1
+    return bool(x.stride(-2) == 1 and x.stride(-1) > 1)
 
 
 def _product(x: Tensor, y: Tensor, offs: Tensor | None, column_major: bool, options: dict[str, Any]) -> Tensor:
