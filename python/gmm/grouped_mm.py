@@ -87,15 +87,23 @@ def grouped_mm(
     """
     name = resolve(backend)
     allow_tf32 = a.dtype is torch.float32 and allows_tf32()
+    if out is None and not accumulate and weight_grad_out is None:
+        call = _mm if records(a, b, bias) else below_autograd
+        return call(
+            *(a, b, offs, bias),
+            out_dtype=out_dtype,
+            trans_b=trans_b,
+            allow_tf32=allow_tf32,
+            sm_margin=sm_margin,
+            backend=name,
+        )
     options = {"trans_b": trans_b, "allow_tf32": allow_tf32, "sm_margin": sm_margin, "backend": name}
     if out is not None:
         return _write(a, b, offs, bias, out, accumulate, out_dtype, weight_grad_out, options)
     if accumulate:
         raise ValueError("accumulate: expected out to add to, got None")
-    if weight_grad_out is not None:
-        return _with_weight_grad_out(a, b, offs, bias, out_dtype, weight_grad_out, options)
-    call = _mm if records(a, b, bias) else below_autograd
-    return call(a, b, offs, bias, out_dtype=out_dtype, **options)
+    assert weight_grad_out is not None
+    return _with_weight_grad_out(a, b, offs, bias, out_dtype, weight_grad_out, options)
 
 
 def _write(
