@@ -86,7 +86,6 @@ def test_graph_replays_with_new_offs_and_data_rows_7_22(backend: str) -> None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             gmm.grouped_mm(a, b, offs, out=out, backend=backend)
-        total = 256
         for i, ends in enumerate(
             ([40, 40, 169, 256], [0, 0, 256, 256], [1, 2, 3, 4], [0, 0, 0, 0], [64, 128, 192, 200])
         ):
@@ -97,7 +96,6 @@ def test_graph_replays_with_new_offs_and_data_rows_7_22(backend: str) -> None:
             out.fill_(float("nan"))
             graph.replay()
             compare(out, *expected(a, b, offs, out, None, False))
-            assert total >= ends[-1]
         out.fill_(77.0)
         assert (guard == 77.0).all()
 
@@ -161,14 +159,12 @@ def test_ends_that_lie_stay_in_bounds(backend: str) -> None:
         for a, b, offs in calls(backend, [40, 0, 129, 87]):
             if offs is None:
                 continue
-            good = offs.clone()
             out, guard = guarded_out(a, b, offs, BF16, False)
-            offs.copy_(torch.tensor(lies))
-            gmm.grouped_mm(a, b, offs, out=out, backend=backend)
+            gmm.grouped_mm(a, b, torch.tensor(lies, dtype=offs.dtype, device=CUDA), out=out, backend=backend)
             torch.cuda.synchronize()
             out.fill_(77.0)
             assert (guard == 77.0).all()
-            run(a, b, good, backend)
+            run(a, b, offs, backend)
 
 
 @pytest.mark.parametrize("dtype", (torch.int32, torch.int64))

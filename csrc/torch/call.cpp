@@ -81,4 +81,10 @@ void call_python(const char *name, StableIValue *stack) {
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack, TORCH_ABI_VERSION));
 }
 
+void call_python_checked(const char *name, StableIValue *stack) {
+  call_python(name, stack);
+  const auto error = torch::stable::detail::to<std::string>(stack[0]);
+  if (!error.empty()) throw std::runtime_error(error);
+}
+
 }  // namespace gmm

@@ -24,4 +24,8 @@ void warn_once(const Options &options, const std::string &text);
 // Replaces the arguments on the stack by the results of the op `name`, which Python implements.
 void call_python(const char *name, StableIValue *stack);
 
+// The same for an op that returns the text of its error, "" without one, which is thrown here: before torch 2.13 an
+// exception loses its text on the way through libtorch's C interface.
+void call_python_checked(const char *name, StableIValue *stack);
+
 }  // namespace gmm

@@ -106,7 +106,7 @@ void run_python(Arguments &call, const TensorView &out, const std::string &backe
                           from(options.allow_tf32),
                           from(options.sm_margin),
                           from(backend)};
-  call_python("gmm::grouped_mm_python", stack);
+  call_python_checked("gmm::grouped_mm_python", stack);
 }
 
 // Whether ends that are not ascending within the buffer raise, at the price of a synchronisation.
@@ -120,7 +120,7 @@ bool checks_offsets() {
 
 void check_offsets(const TensorView &offs, int64_t total) {
   StableIValue stack[] = {from(offs.tensor()), from(total)};
-  call_python("gmm::check_offsets", stack);
+  call_python_checked("gmm::check_offsets", stack);
 }
 
 // Runs a checked call.

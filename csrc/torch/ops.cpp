@@ -16,7 +16,7 @@
 // In grouped_mm_python, csrc/torch/grouped_mm.cpp hands over the calls that CUTLASS does not take.
 #define GMM_GROUPED_OUT_SCHEMA                                                               \
   "(Tensor a, Tensor b, Tensor? offs, Tensor? bias, Tensor(e!) out, *, bool trans_b=False, " \
-  "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> ()"
+  "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\")"
 
 STABLE_TORCH_LIBRARY(gmm, m) {
   m.def("multi_tensor_gemm" GMM_GEMM_SCHEMA);
@@ -26,9 +26,9 @@ STABLE_TORCH_LIBRARY(gmm, m) {
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor? offs=None, Tensor? bias=None, *, ScalarType? out_dtype=None, "
       "bool trans_b=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> Tensor");
-  m.def("grouped_mm_out" GMM_GROUPED_OUT_SCHEMA);
-  m.def("grouped_mm_python" GMM_GROUPED_OUT_SCHEMA);
-  m.def("check_offsets(Tensor offs, int total) -> ()");
+  m.def("grouped_mm_out" GMM_GROUPED_OUT_SCHEMA " -> ()");
+  m.def("grouped_mm_python" GMM_GROUPED_OUT_SCHEMA " -> str");
+  m.def("check_offsets(Tensor offs, int total) -> str");
   m.def("warn(str text) -> ()");
 }
 

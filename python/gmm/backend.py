@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,6 +87,20 @@ def without_kernel(text: str) -> str:
 def last_backend() -> str:
     """What ran this thread's last call, as "backend: kernel"; "" before the first. Does not synchronise."""
     return core.last_backend()
+
+
+def text_of_error(function: Callable[..., None]) -> Callable[..., str]:
+    """The function as csrc/torch/call.cpp calls it: returns the text of its error, "" without one."""
+
+    def call(*args: Any, **kwargs: Any) -> str:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            text = str(error)
+            return text if isinstance(error, RuntimeError) and text else f"{type(error).__name__}: {text}"
+        return ""
+
+    return call
 
 
 _warned: set[str] = set()

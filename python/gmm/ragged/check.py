@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gmm.backend import text_of_error
 from gmm.check import DTYPES, check, check_d_dtype, dtype_name, may_overlap_itself
 
 CHECKS_OFFSETS = os.environ.get("GMM_CHECK_OFFSETS") == "1"
@@ -157,4 +158,4 @@ def _check_out(a: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
     return out.dtype
 
 
-torch.library.impl("gmm::check_offsets", "default", check_offsets)
+torch.library.impl("gmm::check_offsets", "default", text_of_error(check_offsets))

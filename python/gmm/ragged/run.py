@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gmm.triton
 from gmm._library import core
-from gmm.backend import parse, refuse
+from gmm.backend import parse, refuse, text_of_error
 from gmm.ragged.check import CHECKS_OFFSETS, Shape, check_grouped, check_offsets
 from gmm.triton.configs import Config
 from gmm.triton.launch import run as run_triton
@@ -178,4 +178,4 @@ def _grouped_mm_python(
 for _device in ("cpu", "xpu"):  # Triton has a backend for XPU
     torch.library.impl("gmm::grouped_mm", _device, _grouped_mm)
     torch.library.impl("gmm::grouped_mm_out", _device, _grouped_mm_out)
-torch.library.impl("gmm::grouped_mm_python", "default", _grouped_mm_python)
+torch.library.impl("gmm::grouped_mm_python", "default", text_of_error(_grouped_mm_python))
