@@ -272,3 +272,15 @@ for ends in ([2, 1, 8], [2, 4, 9], [-1, 2, 8], [2, 2, 7]):
     assert "offs[2]: expected an end from 4 (the one before) to 8, got 9" in lines[1]
     assert "offs[0]: expected an end from 0 (the one before) to 8, got -1" in lines[2]
     assert lines[3] == "taken"
+
+
+@modes
+def test_drop_in_for_torch(auto_target: Target, mode: str) -> None:
+    """The same arguments as torch's own, wherever it takes the call; it leaves rows past the last end as they are."""
+    a, b, offs = operands(mode, [16, 16, 64], 32, 48, 64, BF16, auto_target.device)
+    theirs = getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm)
+    b = b.mT.contiguous().mT if mode == "ragged_m" else b
+    ours = gmm.grouped_mm(a, b, offs=offs)
+    want = theirs(a, b, offs=offs)
+    assert ours.shape == want.shape and ours.dtype == want.dtype and ours.is_contiguous()
+    assert (ours.float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
