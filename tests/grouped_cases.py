@@ -62,6 +62,14 @@ def operands(
     return a, b, None if mode == "batched" else torch.tensor(ends, dtype=offs_dtype, device=device)
 
 
+T, G, K, N = 20, 3, 16, 24  # of a small MoE layer, whose middle group is empty and whose last tokens are in none
+
+
+def layer_operands(mode: str, device: torch.device, dtype: torch.dtype = FP32) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of that layer, in any mode."""
+    return operands(mode, [5, 5, 18], 8, N, K, dtype, device, total=T)
+
+
 def out_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
     batch = a.shape[:1] if offs is None else offs.shape if a.dim() == b.dim() else ()
     return (*batch, a.shape[-2], b.shape[-1])
