@@ -2,6 +2,7 @@
 // chooses between Triton and cuBLAS (python/gmm/ragged/run.py).
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
@@ -128,9 +129,13 @@ void run(Arguments &call, const GroupedShape &shape, const TensorView &out, cons
   if (call.offs.present() && checks_offsets()) check_offsets(*call.offs, shape.ragged_size());
   if (is_empty(out)) return;
   const Options &options = call.options;
+  if (shape.groups == 0) {  // all that out has is in no group
+    if (!options.accumulate) torch::stable::fill_(out.tensor(), 0);
+    return;
+  }
   const bool cutlass = options.backend == GMM_BACKEND_CUTLASS;
   const bool any = options.backend == GMM_BACKEND_AUTO && !options.triton && !options.reference;
-  if (shape.groups > 0 && (any || cutlass)) {  // without groups there are only rows to be zeroed
+  if (any || cutlass) {
     std::string why;
     if (run_cutlass(call, shape, out, why)) return;
     if (cutlass && !options.fall_back) throw std::runtime_error(why);
