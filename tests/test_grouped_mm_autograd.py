@@ -185,3 +185,22 @@ def test_autocast(auto_target: Target, dtype: torch.dtype) -> None:
     grad = leaves[1].grad
     z.sum().backward()
     assert leaves[1].grad is grad and (main_grad - grad).norm() <= 2.0**-7 * grad.norm()
+
+
+def test_backward_within_autocast(auto_target: Target) -> None:
+    """In the precision of the forward, which was outside."""
+    x, w, offs = layer_operands("ragged_m", auto_target.device)
+    leaves = [t.requires_grad_() for t in (x, w)]
+    grads = []
+    for enabled in (False, True):
+        y = gmm.grouped_mm(x, w, offs)
+        with torch.autocast(x.device.type, dtype=BF16, enabled=enabled):
+            grads.append(torch.autograd.grad(y, leaves, torch.ones_like(y)))
+    assert all(torch.equal(g, h) for g, h in zip(*grads, strict=True))
+
+
+def test_meta_tensors() -> None:
+    x, w, offs = (t.to("meta") for t in layer_operands("ragged_m", torch.device("cpu")) if t is not None)
+    y = gmm.grouped_mm(x.requires_grad_(), w.requires_grad_(), offs, weight_grad_out=torch.empty_like(w))
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert y.shape == (20, 24) and dx.shape == x.shape

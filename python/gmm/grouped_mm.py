@@ -10,7 +10,7 @@ from torch import Tensor
 import gmm.ragged.run  # noqa: F401  registers the CPU kernels
 from gmm.backend import parse, resolve
 from gmm.ops import allows_tf32
-from gmm.ragged.autograd import GroupedMM, autocast, below_autograd, records
+from gmm.ragged.autograd import GroupedMM, autocast, autocast_is_on, below_autograd, records, without_autocast
 from gmm.ragged.check import check_grouped, check_weight_grad_out
 
 _mm = torch.ops.gmm.grouped_mm.default
@@ -156,10 +156,10 @@ def _with_weight_grad_out(
     options: dict[str, Any],
 ) -> Tensor:
     """The autograd function itself, which the op cannot give a tensor to write into."""
-    if torch.is_autocast_enabled(a.device.type):
+    if autocast_is_on(a.device):
         a, b, bias = autocast(a, b, bias, out_dtype)
     check_weight_grad_out(weight_grad_out, b, a.dtype)
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a.device):
         return GroupedMM.apply(a, b, offs, bias, weight_grad_out, {"out_dtype": out_dtype, **options})
 
 

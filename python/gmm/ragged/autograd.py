@@ -9,6 +9,7 @@ of each product: of a call that is ragged in M, da is ragged in M, and db in K.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -45,25 +46,30 @@ class GroupedMM(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        """Where dy is in another dtype than a and b, it is rounded: the kernels take factors of one dtype."""
-        a, b, offs = ctx.saved_tensors
-        needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
-        trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
-        options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
-        factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
-        if backend == "cutlass":
-            factor = factor.contiguous()  # it must take the call, and would refuse an expanded gradient
-        da = db = dbias = None
-        if needs_a:
-            da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
-        if needs_b and ctx.weight_grad_out is not None:
-            _add_product(a.mT, factor, offs, ctx.weight_grad_out, trans_b, options)
-        elif needs_b:
-            db = _product(a.mT, factor, offs, ctx.b_column_major != trans_b, options)
-            db = db.mT if trans_b else db
-        if needs_bias:
-            dbias = _sums(dy, offs).to(ctx.bias_dtype)
-        return da, db, None, dbias, None, None
+        with without_autocast(dy.device):  # backward may have been called within a region of it
+            return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Where dy is in another dtype than a and b, it is rounded: the kernels take factors of one dtype."""
+    a, b, offs = ctx.saved_tensors
+    needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
+    trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
+    options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
+    factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
+    if backend == "cutlass":
+        factor = factor.contiguous()  # it must take the call, and would refuse an expanded gradient
+    da = db = dbias = None
+    if needs_a:
+        da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
+    if needs_b and ctx.weight_grad_out is not None:
+        _add_product(a.mT, factor, offs, ctx.weight_grad_out, trans_b, options)
+    elif needs_b:
+        db = _product(a.mT, factor, offs, ctx.b_column_major != trans_b, options)
+        db = db.mT if trans_b else db
+    if needs_bias:
+        dbias = _sums(dy, offs).to(ctx.bias_dtype)
+    return da, db, None, dbias, None, None
 
 
 def _is_column_major(x: Tensor) -> bool:
@@ -130,6 +136,16 @@ def records(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
     if forward_ad._current_level >= 0:
         return True
     return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether the autocast rule below holds."""
+    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A region in which it does not."""
+    return torch.autocast(device.type, enabled=False) if autocast_is_on(device) else nullcontext()
 
 
 def autocast(
