@@ -34,6 +34,11 @@ GPU = [
     for backend in ("cutlass", "cublas", "reference", "auto")
 ]
 CUDA_BACKENDS = GPU[:2]
+INTERPRETER = pytest.param(Target(torch.device("cpu"), "triton"), id="triton-interpreter")
+GROUPED_GPU = [
+    pytest.param(Target(torch.device("cuda"), backend), id=backend, marks=pytest.mark.gpu)
+    for backend in ("cutlass", "triton", "cublas", "auto")
+]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -70,6 +75,22 @@ def target(request: pytest.FixtureRequest) -> Target:
 @pytest.fixture(params=[CPU, GPU[3]])
 def auto_target(request: pytest.FixtureRequest) -> Target:
     """Each device, with what the library chooses there."""
+    return _checked(request.param)
+
+
+@pytest.fixture(params=[CPU, *GROUPED_GPU])
+def grouped_target(request: pytest.FixtureRequest) -> Target:
+    """Each device with each backend of grouped_mm."""
+    return _checked(request.param)
+
+
+@pytest.fixture(params=[CPU, INTERPRETER, *GROUPED_GPU])
+def small_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Target:
+    """These, and Triton in its interpreter, which is slow."""
+    if request.param.device.type == "cpu" and request.param.backend == "triton":
+        pytest.importorskip("triton")
+        pytest.importorskip("numpy")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     return _checked(request.param)
 
 

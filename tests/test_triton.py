@@ -10,14 +10,15 @@ import json
 import math
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 import torch
-from check import CANARY, UNIT, same_bits, seeded
+from check import CANARY, same_bits, seeded
+from grouped_cases import COUNTS, MODES, ODD_SIZES, conformance, expected, operands, out_shape
 from torch import Tensor
 
 import gmm.triton
@@ -29,7 +30,6 @@ pytest.importorskip("numpy")  # the interpreter's
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAN = float("nan")
-MODES = ("ragged_m", "ragged_n", "ragged_k", "batched")
 SMALL = Config(16, 16, 16, 4, 2, group_m=2)  # many tiles in few elements
 
 modes = pytest.mark.parametrize("mode", MODES)
@@ -44,68 +44,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
     device = torch.device(request.param)
     assert gmm.triton.supports(device) is None
     return device
-
-
-# Operands, and what they should give.
-
-
-def operands(
-    mode: str,
-    ends: Sequence[int],
-    m: int,
-    n: int,
-    k: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    total: int | None = None,
-    offs_dtype: torch.dtype = torch.int32,
-    seed: int = 0,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Contiguous a, b and offs; the ragged one of m, n, k is `total`, by default the last end."""
-    groups, generator = len(ends), seeded(torch.device("cpu"), seed)
-    total = (max(ends, default=0)) if total is None else total
-    shapes = {
-        "ragged_m": ((total, k), (groups, k, n)),
-        "ragged_n": ((groups, m, k), (k, total)),
-        "ragged_k": ((m, total), (total, n)),
-        "batched": ((groups, m, k), (groups, k, n)),
-    }
-    a, b = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes[mode])
-    return a, b, None if mode == "batched" else torch.tensor(ends, dtype=offs_dtype, device=device)
-
-
-def out_shape(a: Tensor, b: Tensor, offs: Tensor | None) -> tuple[int, ...]:
-    batch = a.shape[:1] if offs is None else offs.shape if a.dim() == b.dim() else ()
-    return (*batch, a.shape[-2], b.shape[-1])
-
-
-def expected(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor, bias: Tensor | None, accumulate: bool) -> Any:
-    """out in fp64, and what each element may be off by."""
-    before = out.double() if accumulate else torch.zeros_like(out, dtype=torch.float64)
-    product, magnitude = torch.zeros_like(before), before.abs()
-    cut = 0.0 if a.dtype is FP32 else math.ceil(a.shape[-1] / 8) * 2.0**-23  # tensor cores cut instead of rounding
-    a, b = a.double(), b.double()
-    total = {(2, 3): a.shape[0], (3, 2): b.shape[-1], (2, 2): a.shape[-1]}.get((a.dim(), b.dim()), 0)
-    ends = [0] * (a.shape[0] + 1) if offs is None else [0, *offs.clamp(0, total).tolist()]
-    for g, (start, end) in enumerate(itertools.pairwise(ends)):
-        if offs is None:
-            index, factors = (g,), (a[g], b[g])
-        elif a.dim() < b.dim():
-            index, factors = (slice(start, end),), (a[start:end], b[g])
-        elif a.dim() > b.dim():
-            index, factors = (slice(None), slice(start, end)), (a[g], b[:, start:end])
-        else:
-            index, factors = (g,), (a[:, start:end], b[start:end])
-        product[index] = factors[0] @ factors[1]
-        magnitude[index] += factors[0].abs() @ factors[1].abs()
-        if bias is not None:
-            row = bias[g, start:end] if a.dim() > b.dim() else bias[g]
-            product[index] += row.double()
-            magnitude[index] += row.double().abs()
-    exact = before + product
-    unit = 4 * math.sqrt(a.shape[-1] + 2) * 2.0**-24 + cut
-    return exact, UNIT[out.dtype] * exact.abs() + unit * magnitude + 2.0**-126
 
 
 def check(
@@ -145,41 +83,6 @@ def check(
 # torch's own table.
 
 
-def conformance(
-    mode: str, strided: bool, a_row_major: bool, b_row_major: bool, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-    """CONFORMANCE's base case: m, n, k, G = 16, 32, 64, 4."""
-    m, n, k, groups, s = 16, 32, 64, 4, int(strided)
-
-    def randn(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=seeded(torch.device("cpu"))).to(device, dtype)
-
-    def plane(rows: int, columns: int, row_major: bool, gap: int) -> Tensor:
-        return randn(rows, columns + gap)[:, :columns] if row_major else randn(columns + gap, rows).t()[:, :columns]
-
-    def stack(rows: int, columns: int, row_major: bool) -> Tensor:
-        shape = (rows, columns * (1 + s)) if row_major else (columns * (1 + s), rows)
-        x = randn(groups * (1 + s), *shape)
-        return (x if row_major else x.mT)[:: 1 + s, :, :columns]
-
-    if mode == "ragged_k":
-        a = plane(m, k * groups, a_row_major, k * s)
-        b = plane(n, k * groups, b_row_major, k * s).t()
-    elif mode == "ragged_m":
-        a = randn(m * groups, k * (1 + s))[:, :k] if a_row_major else randn(k, (m + 2 * s) * groups).t()[: m * groups]
-        b = stack(n, k, b_row_major).mT
-    elif mode == "ragged_n":
-        a = stack(m, k, a_row_major)
-        b = (randn(n * groups, k * (1 + s))[:, :k] if b_row_major else randn(k, n * (groups + s)).t()[: n * groups]).t()
-    else:
-        a, b = stack(m, k, a_row_major), stack(n, k, b_row_major).mT
-    size = {"ragged_m": m, "ragged_n": n, "ragged_k": k}.get(mode)
-    if size is None:
-        return a, b, [None]
-    ends = [size * (g + 1) for g in range(groups)]
-    return a, b, [torch.tensor(e, dtype=torch.int32, device=device) for e in (ends, [ends[1], *ends[1:]])]
-
-
 @modes
 @dtypes
 @pytest.mark.parametrize("strided", [False, True])
@@ -195,27 +98,12 @@ def test_torch_base_case(
 
 @pytest.mark.parametrize("offs_dtype", [torch.int32, torch.int64])
 def test_torch_odd_sizes(offs_dtype: torch.dtype, device: torch.device) -> None:
-    for mode, m, n, k, all_ends in (
-        ("ragged_k", 3, 7, 0, ([0, 1, 6, 6, 7], [0, 8, 16, 16, 27])),
-        ("ragged_m", 0, 7, 259, ([0, 1, 3, 3, 5], [0, 8, 16, 16, 19])),
-        ("ragged_n", 3, 0, 13, ([0, 8, 16, 16, 19], [0, 1, 6, 6, 7])),
-        ("batched", 3, 7, 13, ([0] * 5,)),
-    ):
+    for mode, m, n, k, all_ends in ODD_SIZES:
         for ends, dtype in zip(all_ends, (BF16, FP32)):
             check(*operands(mode, ends, m, n, k, dtype, device, offs_dtype=offs_dtype))
 
 
 # DeepSpeed's table.
-
-COUNTS = [
-    ([8] * 3, 32, 16),
-    ([13, 9, 8], 32, 16),
-    ([0, 16, 8], 32, 16),
-    ([20, 0, 30, 14], 48, 40),
-    ([40, 10, 0, 50, 30, 26, 60, 40], 128, 96),
-    ([1, 1, 1], 16, 16),
-    ([0, 0, 0], 16, 16),
-]
 
 
 @dtypes

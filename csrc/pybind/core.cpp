@@ -7,16 +7,19 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "gmm/gmm.h"
+#include "torch/grouped.h"
 #include "torch/strides.h"
 
 namespace py = pybind11;
 
 namespace {
 
-using Stored = std::array<int64_t, 5>;  // address, rows, cols, row stride, column stride
+using Stored = std::array<int64_t, 5>;   // address, rows, cols, row stride, column stride
+using Batched = std::array<int64_t, 6>;  // address, group stride, rows, cols, row stride, column stride
 
 constexpr std::array<const char *, GMM_NUM_BACKENDS> kBackends = {"auto", "cutlass", "cublas"};
 
@@ -53,6 +56,21 @@ std::vector<gmm_matrix> describe_all(const std::vector<Stored> &tensors, bool tr
   return matrices;
 }
 
+py::dict to_dict(const gmm_plan_result &result, int copies) {
+  py::dict reasons;
+  for (int i = GMM_BACKEND_AUTO + 1; i < GMM_NUM_BACKENDS; ++i) reasons[kBackends[i]] = result.reason[i];
+  py::dict dict;
+  dict["backend"] = kBackends[result.backend];
+  dict["kernel"] = result.kernel;
+  dict["tile"] = result.tile_m ? py::object(py::make_tuple(result.tile_m, result.tile_n, result.tile_k)) : py::none();
+  dict["launches"] = result.launches;
+  dict["streams"] = result.streams;
+  dict["workspace_bytes"] = result.workspace_bytes;
+  dict["copies"] = copies;
+  dict["reasons"] = reasons;
+  return dict;
+}
+
 py::dict plan(const std::vector<Stored> &a, const std::vector<Stored> &b, const std::vector<Stored> &d,
               const std::optional<std::vector<int64_t>> &bias, const std::string &ab_dtype, const std::string &d_dtype,
               bool trans_a, bool trans_b, bool accumulate, bool allow_tf32, int sm_margin, int device,
@@ -87,18 +105,61 @@ py::dict plan(const std::vector<Stored> &a, const std::vector<Stored> &b, const 
   result.struct_size = sizeof result;
   check(gmm_plan(&args, sm ? &what_if : nullptr, &result));
 
-  py::dict reasons;
-  for (int i = GMM_BACKEND_AUTO + 1; i < GMM_NUM_BACKENDS; ++i) reasons[kBackends[i]] = result.reason[i];
-  py::dict dict;
-  dict["backend"] = kBackends[result.backend];
-  dict["kernel"] = result.kernel;
-  dict["tile"] = result.tile_m ? py::object(py::make_tuple(result.tile_m, result.tile_n, result.tile_k)) : py::none();
-  dict["launches"] = result.launches;
-  dict["streams"] = result.streams;
-  dict["workspace_bytes"] = result.workspace_bytes;
-  dict["copies"] = copies;
-  dict["reasons"] = reasons;
-  return dict;
+  return to_dict(result, copies);
+}
+
+// An operand of grouped_mm, whose strides may be any.
+gmm::Operand operand(const Batched &x) {
+  const auto &[address, group_stride, rows, cols, row_stride, col_stride] = x;
+  return {{reinterpret_cast<void *>(address), rows, cols, row_stride, col_stride}, group_stride};
+}
+
+gmm::Mode to_mode(const std::string &name) {
+  if (name == "ragged_m") return gmm::Mode::kRaggedM;
+  if (name == "ragged_n") return gmm::Mode::kRaggedN;
+  if (name == "ragged_k") return gmm::Mode::kRaggedK;
+  if (name == "batched") return gmm::Mode::kBatched;
+  throw py::value_error("mode: expected ragged_m, ragged_n, ragged_k or batched, got '" + name + "'");
+}
+
+// The plan of CUTLASS for grouped_mm, in which b is not transposed; or the reason why it refuses.
+std::variant<py::dict, std::string> plan_grouped(const std::string &mode, int groups, const Batched &a,
+                                                 const Batched &b, const Batched &d,
+                                                 const std::optional<std::array<int64_t, 3>> &bias,
+                                                 const std::string &ab_dtype, const std::string &d_dtype,
+                                                 bool offs_int64, bool accumulate, int sm_margin, int device,
+                                                 const std::string &kernel, std::optional<int> sm, int sm_count) {
+  gmm_args args{};
+  args.struct_size = sizeof args;
+  args.ab_dtype = to_dtype(ab_dtype);
+  args.d_dtype = to_dtype(d_dtype);
+  gmm::GroupedCall call{to_mode(mode), groups, operand(a), operand(b), operand(d)};
+  call.ab_itemsize = args.ab_dtype == GMM_FP32 ? 4 : 2;
+  call.d_itemsize = args.d_dtype == GMM_FP32 ? 4 : 2;
+  if (bias) {
+    call.bias = reinterpret_cast<const void *>((*bias)[0]);
+    call.bias_group_stride = (*bias)[1];
+    call.bias_stride = (*bias)[2];
+  }
+  gmm::GroupedMatrices matrices;
+  if (const char *refusal = gmm::describe_grouped(call, args, matrices)) return refusal;
+  args.accumulate = accumulate;
+  args.sm_margin = sm_margin;
+  args.device = device;
+  args.backend = GMM_BACKEND_CUTLASS;
+  args.kernel = kernel.empty() ? nullptr : kernel.c_str();
+  args.offs = args.form == GMM_LIST ? nullptr : reinterpret_cast<const void *>(1 << 20);  // checked, never followed
+  args.offs_int64 = offs_int64;
+  gmm_plan_result result{};
+  result.struct_size = sizeof result;
+  const gmm_device what_if{sizeof(gmm_device), sm.value_or(0), sm_count};
+  const gmm_status status = gmm_plan(&args, sm ? &what_if : nullptr, &result);
+  if (status == GMM_ERROR_UNSUPPORTED && result.reason[GMM_BACKEND_CUTLASS][0]) {
+    return result.reason[GMM_BACKEND_CUTLASS];
+  }
+  if (status == GMM_ERROR_UNSUPPORTED) return gmm_last_error();
+  check(status);
+  return to_dict(result, 0);
 }
 
 py::dict build_info() {
@@ -118,6 +179,8 @@ PYBIND11_MODULE(_core, m) {
   m.def("plan", &plan, "a"_a, "b"_a, "d"_a, "bias"_a, py::kw_only(), "ab_dtype"_a, "d_dtype"_a, "trans_a"_a,
         "trans_b"_a, "accumulate"_a, "allow_tf32"_a, "sm_margin"_a, "device"_a, "backend"_a, "kernel"_a, "sm"_a,
         "sm_count"_a);
+  m.def("plan_grouped", &plan_grouped, py::kw_only(), "mode"_a, "groups"_a, "a"_a, "b"_a, "d"_a, "bias"_a, "ab_dtype"_a,
+        "d_dtype"_a, "offs_int64"_a, "accumulate"_a, "sm_margin"_a, "device"_a, "kernel"_a, "sm"_a, "sm_count"_a);
   m.def("build_info", &build_info);
   m.def("version", &gmm_version);
   m.def("last_backend", &gmm_last_backend);

@@ -24,9 +24,13 @@ struct Options {
   int64_t sm_margin = 0;
   gmm_backend backend = GMM_BACKEND_AUTO;
   std::string kernel;      // the CUTLASS kernel that must take the call; empty: any
-  bool reference = false;  // the Python implementation must take it
+  bool triton = false;     // Python's Triton kernels must take it
+  bool reference = false;  // Python's reference must take it
   bool fall_back = false;  // when `backend` cannot take the call: warn, and let the library choose
 };
+
+constexpr const char *kTritonTakesNoLists =
+    "backend 'triton' cannot take this call: it takes the tensors of grouped_mm, not lists";
 
 [[noreturn, gnu::format(printf, 1, 2)]] inline void fail(const char *fmt, ...) {
   char text[512];
@@ -55,11 +59,11 @@ inline std::string device_name(const TensorView &t) {
   return "device type " + std::to_string(t.device_type);
 }
 
-inline gmm_dtype to_gmm_dtype(int32_t dtype) {
+inline gmm_dtype to_gmm_dtype(int32_t dtype, const char *name = "a[0]") {
   if (dtype == aoti_torch_dtype_bfloat16()) return GMM_BF16;
   if (dtype == aoti_torch_dtype_float16()) return GMM_FP16;
   if (dtype == aoti_torch_dtype_float32()) return GMM_FP32;
-  fail("a[0]: expected bfloat16, float16 or float32, got %s", dtype_name(dtype).c_str());
+  fail("%s: expected bfloat16, float16 or float32, got %s", name, dtype_name(dtype).c_str());
 }
 
 inline void check_lengths(const TensorList &a,
@@ -99,9 +103,9 @@ inline void check_inputs(const TensorList &a, const TensorList &b, const Options
   }
 }
 
-inline void check_d_dtype(const std::string &name, int32_t dtype, int32_t ab_dtype) {
+inline void check_d_dtype(const std::string &name, int32_t dtype, int32_t ab_dtype, const char *like = "a[0]") {
   if (dtype != ab_dtype && dtype != aoti_torch_dtype_float32())
-    fail("%s: expected %s (the dtype of a[0]) or float32, got %s", name.c_str(), dtype_name(ab_dtype).c_str(),
+    fail("%s: expected %s (the dtype of %s) or float32, got %s", name.c_str(), dtype_name(ab_dtype).c_str(), like,
          dtype_name(dtype).c_str());
 }
 
@@ -115,7 +119,7 @@ inline void check_d(const TensorList &a, const TensorList &b, const TensorList &
     if (d[i].sizes[0] != m || d[i].sizes[1] != n)
       fail("d[%zu]: expected shape [%lld, %lld], got [%lld, %lld]", i, (long long)m, (long long)n,
            (long long)d[i].sizes[0], (long long)d[i].sizes[1]);
-    if (may_overlap_itself(d[i].strided(nullptr)))
+    if (may_overlap_itself(d[i].sizes, d[i].strides, 2))
       fail("d[%zu]: expected elements that do not share memory, got shape [%lld, %lld] with strides [%lld, %lld]", i,
            (long long)m, (long long)n, (long long)d[i].strides[0], (long long)d[i].strides[1]);
   }
@@ -139,6 +143,7 @@ inline void set_backend(Options &options, const std::string &text) {
   const std::string choice = text.substr(0, comma);
   const std::string name = choice.substr(0, choice.find(':'));
   options.fall_back = comma != std::string::npos;
+  options.triton = name == "triton";
   options.reference = name == "reference";
   if (name == "cutlass") {
     options.backend = GMM_BACKEND_CUTLASS;
@@ -146,8 +151,8 @@ inline void set_backend(Options &options, const std::string &text) {
     if (kernel != std::string::npos) options.kernel = choice.substr(kernel);
   } else if (name == "cublas") {
     options.backend = GMM_BACKEND_CUBLAS;
-  } else if (name != "auto" && name != "reference") {
-    fail("backend: expected auto, cutlass, cublas or reference, got '%s'", choice.c_str());
+  } else if (name != "auto" && name != "triton" && name != "reference") {
+    fail("backend: expected auto, cutlass, triton, cublas or reference, got '%s'", choice.c_str());
   }
 }
 

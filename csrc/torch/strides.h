@@ -49,15 +49,22 @@ inline bool describe(const Strided &t, bool transpose, gmm_matrix &m) {
   return m.ld != 0;
 }
 
-// Whether two elements may share memory, as in an expanded tensor.
-inline bool may_overlap_itself(const Strided &t) {
-  if (t.rows == 0 || t.cols == 0) return false;
-  int64_t inner = t.cols, inner_stride = t.col_stride, outer = t.rows, outer_stride = t.row_stride;
-  if (inner_stride > outer_stride) {
-    std::swap(inner, outer);
-    std::swap(inner_stride, outer_stride);
+// Whether two elements may share memory, as in an expanded tensor of up to three dimensions: whether, from the smallest
+// stride to the greatest, one is less than what the dimensions before span.
+inline bool may_overlap_itself(const int64_t *sizes, const int64_t *strides, int64_t dim) {
+  std::pair<int64_t, int64_t> order[3];  // stride and size
+  for (int64_t i = 0; i < dim; ++i) {
+    if (sizes[i] == 0) return false;
+    order[i] = {strides[i], sizes[i]};
   }
-  return (inner > 1 && inner_stride < 1) || (outer > 1 && outer_stride <= (inner - 1) * inner_stride);
+  std::sort(order, order + dim);
+  int64_t span = 0;  // from the first to the last element of the dimensions so far
+  for (int64_t i = 0; i < dim; ++i) {
+    const auto [stride, size] = order[i];
+    if (size > 1 && stride <= span) return true;
+    span += (size - 1) * stride;
+  }
+  return false;
 }
 
 }  // namespace gmm

@@ -1,4 +1,4 @@
-// Tensor[] arguments of a boxed stable-ABI kernel, read with as few shim calls as the checks allow.
+// Tensor arguments, and lists of them, of a boxed stable-ABI kernel, read with as few shim calls as the checks allow.
 //
 // torch::stable::Tensor holds a shared_ptr a tensor; on three lists of 64 tensors that costs a sixth of the op's host
 // time, so the lists here own plain handles.
@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <cstdint>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -51,12 +52,56 @@ struct TensorView {
     return {const_cast<void *>(pointer), sizes[0], sizes[1], strides[0], strides[1]};
   }
 
-  // A reference of its own, for the ops that take torch::stable::Tensor.
-  torch::stable::Tensor tensor() const {
+  // A reference of its own, for who takes it over.
+  AtenTensorHandle new_reference() const {
     AtenTensorHandle copy;
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
-    return torch::stable::Tensor(copy);
+    return copy;
   }
+
+  torch::stable::Tensor tensor() const { return torch::stable::Tensor(new_reference()); }
+};
+
+// A Tensor or Tensor? of the stack. Owns it until its end, or until release().
+class TensorArgument {
+ public:
+  static TensorArgument required(StableIValue value) {
+    return TensorArgument(value, torch::stable::detail::to<AtenTensorHandle>(value), nullptr);
+  }
+
+  static TensorArgument optional(StableIValue value) {
+    auto *box = torch::stable::detail::to<StableIValue *>(value);
+    return TensorArgument(value, box ? torch::stable::detail::to<AtenTensorHandle>(*box) : nullptr, box);
+  }
+
+  TensorArgument(const TensorArgument &) = delete;
+  TensorArgument &operator=(const TensorArgument &) = delete;
+
+  ~TensorArgument() {
+    if (!owned_) return;
+    if (view_) aoti_torch_delete_tensor_object(view_->handle);
+    delete box_;  // as in TensorList
+  }
+
+  // Gives the tensor up, to be put on another stack.
+  StableIValue release() {
+    owned_ = false;
+    return value_;
+  }
+
+  bool present() const { return view_.has_value(); }
+  const TensorView &operator*() const { return *view_; }
+  const TensorView *operator->() const { return &*view_; }
+
+ private:
+  TensorArgument(StableIValue value, AtenTensorHandle handle, StableIValue *box) : value_(value), box_(box) {
+    if (handle) view_.emplace(handle);
+  }
+
+  StableIValue value_;
+  StableIValue *box_;
+  std::optional<TensorView> view_;
+  bool owned_ = true;
 };
 
 // A Tensor[] or Tensor[]? of the stack. Owns its tensors until its end, or until release().

@@ -6,6 +6,9 @@ from typing import TypedDict
 # Address, rows, cols, row stride, column stride; strides in elements.
 _Stored = tuple[int, int, int, int, int]
 
+# Address, group stride, rows, cols, row stride, column stride.
+_Batched = tuple[int, int, int, int, int, int]
+
 class PlanDict(TypedDict):
     backend: str
     kernel: str
@@ -35,6 +38,24 @@ def plan(
     sm: int | None,
     sm_count: int,
 ) -> PlanDict: ...
+def plan_grouped(
+    *,
+    mode: str,
+    groups: int,
+    a: _Batched,
+    b: _Batched,
+    d: _Batched,
+    bias: tuple[int, int, int] | None,
+    ab_dtype: str,
+    d_dtype: str,
+    offs_int64: bool,
+    accumulate: bool,
+    sm_margin: int,
+    device: int,
+    kernel: str,
+    sm: int | None,
+    sm_count: int,
+) -> PlanDict | str: ...
 def build_info() -> dict[str, str]: ...
 def version() -> str: ...
 def last_backend() -> str: ...

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections.abc import Callable
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from gmm._library import core
 
-BACKENDS = ("auto", "cutlass", "cublas", "reference")
+BACKENDS = ("auto", "cutlass", "triton", "cublas", "reference")
 
 _selected: ContextVar[str | None] = ContextVar("gmm_backend", default=None)
 _environment = os.environ.get("GMM_BACKEND") or "auto"
@@ -44,8 +45,8 @@ class use_backend:
     for this thread (or asyncio task); a compiled function keeps what held when it was compiled.
 
     Args:
-        name: "auto", "cutlass", "cublas" or "reference"; what last_backend() gave works, too, and asks for that CUTLASS
-            kernel. None takes back what was set, so that GMM_BACKEND holds again.
+        name: "auto", "cutlass", "triton", "cublas" or "reference"; what last_backend() gave works, too, and asks for
+            that CUTLASS kernel. None takes back what was set, so that GMM_BACKEND holds again.
 
     Raises:
         ValueError: for another name.
@@ -76,20 +77,41 @@ def resolve(backend: str | None) -> str:
     return f"{_environment},auto"
 
 
+@torch.compiler.assume_constant_result
+def without_kernel(text: str) -> str:
+    """The ops' backend string for other products than those that `text` names a kernel for."""
+    choice = parse(text)
+    return choice.name + (",auto" if choice.fall_back else "")
+
+
 def last_backend() -> str:
     """What ran this thread's last call, as "backend: kernel"; "" before the first. Does not synchronise."""
     return core.last_backend()
 
 
+def text_of_error(function: Callable[..., None]) -> Callable[..., str]:
+    """The function as csrc/torch/call.cpp calls it: returns the text of its error, "" without one."""
+
+    def call(*args: Any, **kwargs: Any) -> str:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:
+            text = str(error)
+            return text if isinstance(error, RuntimeError) and text else f"{type(error).__name__}: {text}"
+        return ""
+
+    return call
+
+
 _warned: set[str] = set()
 
 
-def check_reference(backend: str, device: torch.device) -> None:
-    """For the reference implementation: raises, or warns once, when `backend` asks for one that needs CUDA tensors."""
-    choice = parse(backend)
-    if choice.name in ("auto", "reference"):
-        return
-    text = f"backend '{choice.name}' cannot take this call: it needs CUDA tensors, a[0] is on {device}"
+TRITON_TAKES_NO_LISTS = "it takes the tensors of grouped_mm, not lists"
+
+
+def refuse(choice: Choice, why: str) -> None:
+    """A backend that was asked for cannot take a call: raises, or warns once where the library may choose instead."""
+    text = f"backend '{choice.name}' cannot take this call: {why}"
     if not choice.fall_back:
         raise RuntimeError(text)
     if choice.name not in _warned:
@@ -97,8 +119,17 @@ def check_reference(backend: str, device: torch.device) -> None:
         _warn(f"GMM_BACKEND: {text}")
 
 
+def check_reference(backend: str, device: torch.device) -> None:
+    """For the reference implementation of lists: refuses one that needs CUDA tensors, and one that takes no lists."""
+    choice = parse(backend)
+    if choice.name == "triton":
+        refuse(choice, TRITON_TAKES_NO_LISTS)
+    elif choice.name not in ("auto", "reference"):
+        refuse(choice, f"it needs CUDA tensors, a[0] is on {device}")
+
+
 def _warn(text: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
-torch.library.impl("gmm::warn", "default", _warn)  # csrc/torch/ops.cpp's way to a Python warning
+torch.library.impl("gmm::warn", "default", _warn)  # csrc/torch/call.cpp's way to a Python warning

@@ -36,24 +36,24 @@ def check_call(
     """
     check_lengths(a, b, d, bias)
     ab_dtype = a[0].dtype
-    _check(ab_dtype in DTYPES, "a[0]: expected bfloat16, float16 or float32, got {}", dtype_name(ab_dtype))
+    check(ab_dtype in DTYPES, "a[0]: expected bfloat16, float16 or float32, got {}", dtype_name(ab_dtype))
     _check_list("a", a, 2, a[0], ab_dtype, "a[0]")
     _check_list("b", b, 2, a[0], ab_dtype, "a[0]")
-    _check(sm_margin >= 0, "sm_margin: expected >= 0, got {}", sm_margin)
+    check(sm_margin >= 0, "sm_margin: expected >= 0, got {}", sm_margin)
     b_dim, a_dim = "columns" if trans_b else "rows", "rows" if trans_a else "columns"
     for i in range(len(a)):
         k, got = a[i].shape[not trans_a], b[i].shape[trans_b]
-        _check(k == got, "b[{}]: expected {} {} (a[{}] has {} {}), got {}", i, k, b_dim, i, k, a_dim, got)
+        check(k == got, "b[{}]: expected {} {} (a[{}] has {} {}), got {}", i, k, b_dim, i, k, a_dim, got)
     if d is not None:
         d_dtype = _check_d(a, b, d, trans_a, trans_b)
     else:
         d_dtype = out_dtype or ab_dtype
-        _check_d_dtype("out_dtype", d_dtype, ab_dtype)
+        check_d_dtype("out_dtype", d_dtype, ab_dtype)
     if bias is not None:
         _check_list("bias", bias, 1, a[0], d_dtype, "d")
         for i, x in enumerate(bias):
             n = b[i].shape[not trans_b]
-            _check(x.shape[0] == n, "bias[{}]: expected {} elements, got {}", i, n, x.shape[0])
+            check(x.shape[0] == n, "bias[{}]: expected {} elements, got {}", i, n, x.shape[0])
     return d_dtype
 
 
@@ -66,7 +66,7 @@ def check_lengths(
             raise RuntimeError(f"{name}: expected length {len(a)} (that of a), got {len(tensors)}")
 
 
-def _check(condition: bool | torch.SymBool, text: str, *values: object) -> None:
+def check(condition: bool | torch.SymBool, text: str, *values: object) -> None:
     """RuntimeError unless the condition holds. One on symbolic sizes becomes a guard or a run-time check."""
     if condition is not True:
         torch._check(condition, lambda: text.format(*values))
@@ -76,8 +76,8 @@ def _check_list(name: str, tensors: Sequence[Tensor], dim: int, a0: Tensor, dtyp
     """Rank, device and dtype of a whole list; `like` names the tensor whose dtype it must have."""
     for i, x in enumerate(tensors):
         dims = "dimension" if dim == 1 else "dimensions"
-        _check(x.dim() == dim, "{}[{}]: expected {} {}, got {}", name, i, dim, dims, x.dim())
-        _check(
+        check(x.dim() == dim, "{}[{}]: expected {} {}, got {}", name, i, dim, dims, x.dim())
+        check(
             x.device == a0.device,
             "{}[{}]: expected a tensor on {} (where a[0] is), got one on {}",
             *(name, i, a0.device, x.device),
@@ -89,33 +89,38 @@ def _check_list(name: str, tensors: Sequence[Tensor], dim: int, a0: Tensor, dtyp
             raise RuntimeError(f"{name}[{i}]: expected {expected} (the dtype of {like}), got {got}")
 
 
-def _check_d_dtype(name: str, dtype: torch.dtype, ab_dtype: torch.dtype) -> None:
+def check_d_dtype(name: str, dtype: torch.dtype, ab_dtype: torch.dtype, like: str = "a[0]") -> None:
+    """The dtype of a result: that of the operands, or float32."""
     if dtype not in (ab_dtype, torch.float32):
         expected, got = dtype_name(ab_dtype), dtype_name(dtype)
-        raise RuntimeError(f"{name}: expected {expected} (the dtype of a[0]) or float32, got {got}")
+        raise RuntimeError(f"{name}: expected {expected} (the dtype of {like}) or float32, got {got}")
 
 
 def _check_d(
     a: Sequence[Tensor], b: Sequence[Tensor], d: Sequence[Tensor], trans_a: bool, trans_b: bool
 ) -> torch.dtype:
     for i, x in enumerate(d):
-        _check_d_dtype(f"d[{i}]", x.dtype, a[0].dtype)
+        check_d_dtype(f"d[{i}]", x.dtype, a[0].dtype)
     _check_list("d", d, 2, a[0], d[0].dtype, "d[0]")
     for i, x in enumerate(d):
         m, n = a[i].shape[trans_a], b[i].shape[not trans_b]
         for size, expected in zip(x.shape, (m, n), strict=True):
-            _check(size == expected, "d[{}]: expected shape [{}, {}], got {}", i, m, n, list(x.shape))
-        _check(
-            not _may_overlap_itself(x),
+            check(size == expected, "d[{}]: expected shape [{}, {}], got {}", i, m, n, list(x.shape))
+        check(
+            not may_overlap_itself(x),
             "d[{}]: expected elements that do not share memory, got shape {} with strides {}",
             *(i, list(x.shape), list(x.stride())),
         )
     return d[0].dtype
 
 
-def _may_overlap_itself(x: Tensor) -> bool:
+def may_overlap_itself(x: Tensor) -> bool:
     """Whether two elements may share memory, as in an expanded tensor. Symbolic strides count as in order."""
     if not all(isinstance(size, int) for size in (*x.shape, *x.stride())) or x.numel() == 0:
         return False
-    (inner_stride, inner), (outer_stride, outer) = sorted(zip(x.stride(), x.shape, strict=True))
-    return (inner > 1 and inner_stride < 1) or (outer > 1 and outer_stride <= (inner - 1) * inner_stride)
+    span = 0  # from the first to the last element of the dimensions so far
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= span:
+            return True
+        span += (size - 1) * stride
+    return False

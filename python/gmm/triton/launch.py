@@ -144,10 +144,10 @@ def run(
     accumulate: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
-) -> None:
-    """grouped_mm, with that tile or the one that is chosen."""
+) -> Config | None:
+    """grouped_mm, with that tile or the one that is chosen. Returns it; None where there is nothing to do."""
     if out.numel() == 0:
-        return
+        return None
     offs = None if offs is None else offs.contiguous()
     key, tokens = signature(a, b, offs, out, bias, accumulate, allow_tf32)
     plan = _plans.get((key, config))
@@ -164,6 +164,7 @@ def run(
     else:
         with torch.accelerator.device_index(index):
             _launch(plan, (a, b, out, bias, offs), integers)
+    return plan.config
 
 
 def _launch(plan: _Plan, tensors: _Tensors, integers: tuple[int, ...]) -> None:

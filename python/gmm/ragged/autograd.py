@@ -1,0 +1,182 @@
+"""Autograd and the autocast rule of the op. Its backward calls the same op: it runs on the same backend and has a
+backward itself.
+
+    y = a @ b + bias:    da = dy @ b^T,    db = a^T @ dy,    dbias = the sum of each group's rows of dy
+
+or the transposes of the first two, where the operand is stored transposed. The dimensions of the factors tell the mode
+of each product: of a call that is ragged in M, da is ragged in M, and db in K.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from gmm.backend import without_kernel
+from gmm.check import DTYPES
+
+_mm = torch.ops.gmm.grouped_mm.default
+_mm_out = torch.ops.gmm.grouped_mm_out.default
+
+
+class GroupedMM(torch.autograd.Function):
+    """The op. weight_grad_out: None, or what the gradient of b is added to, which is then None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None,
+        bias: Tensor | None,
+        weight_grad_out: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        y = below_autograd(a, b, offs, bias, **options)
+        needs_a, needs_b = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
+        ctx.options, ctx.weight_grad_out = options, weight_grad_out
+        ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
+        ctx.a_column_major, ctx.b_column_major = _is_column_major(a), _is_column_major(b)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        with without_autocast(dy.device):  # backward may have been called within a region of it
+            return _gradients(ctx, dy)
+
+
+def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Where dy is in another dtype than a and b, it is rounded: the kernels take factors of one dtype."""
+    a, b, offs = ctx.saved_tensors
+    needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
+    trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
+    options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
+    factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
+    if backend == "cutlass":
+        factor = factor.contiguous()  # it must take the call, and would refuse an expanded gradient
+    da = db = dbias = None
+    if needs_a:
+        da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
+    if needs_b and ctx.weight_grad_out is not None:
+        _add_product(a.mT, factor, offs, ctx.weight_grad_out, trans_b, options)
+    elif needs_b:
+        db = _product(a.mT, factor, offs, ctx.b_column_major != trans_b, options)
+        db = db.mT if trans_b else db
+    if needs_bias:
+        dbias = _sums(dy, offs).to(ctx.bias_dtype)
+    return da, db, None, dbias, None, None
+
+
+def _is_column_major(x: Tensor) -> bool:
+    return bool(x.stride(-2) == 1 and x.stride(-1) > 1)
+
+
+def _product(x: Tensor, y: Tensor, offs: Tensor | None, column_major: bool, options: dict[str, Any]) -> Tensor:
+    """x @ y; column-major as the tensor that it is the gradient of."""
+    return _mm(y.mT, x.mT, offs, **options).mT if column_major else _mm(x, y, offs, **options)
+
+
+def _add_product(
+    x: Tensor, y: Tensor, offs: Tensor | None, out: Tensor, trans_out: bool, options: dict[str, Any]
+) -> None:
+    """out += x @ y, or its transpose."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("weight_grad_out: expected a backward without create_graph: what is added is not recorded")
+    _mm_out(x, y, offs, None, out.mT if trans_out else out, accumulate=True, **options)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
+
+
+def _sums(dy: Tensor, offs: Tensor | None) -> Tensor:
+    """The sum of each group's rows in float32: [G, N]."""
+    if offs is None:
+        return dy.sum(1, dtype=torch.float32)
+    return _mm(dy.new_ones((1, dy.shape[0])), dy, offs, out_dtype=torch.float32).squeeze(1)
+
+
+def _autograd_kernel(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    trans_b: bool = False,
+    allow_tf32: bool = False,
+    sm_margin: int = 0,
+    backend: str = "auto",
+) -> Tensor:
+    options = {
+        "out_dtype": out_dtype,
+        "trans_b": trans_b,
+        "allow_tf32": allow_tf32,
+        "sm_margin": sm_margin,
+        "backend": backend,
+    }
+    if records(a, b, bias):
+        return GroupedMM.apply(a, b, offs, bias, None, options)
+    return below_autograd(a, b, offs, bias, **options)
+
+
+def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
+    """The op without its autograd kernel, whose Python takes half of the host time. Dynamo cannot trace the guard."""
+    if torch.compiler.is_dynamo_compiling():
+        return _mm(a, b, offs, bias, **options)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _mm(a, b, offs, bias, **options)
+
+
+def records(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:
+    """Whether autograd must see the call. GroupedMM has no jvp, and says so where there are tangents."""
+    if forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def autocast_is_on(device: torch.device) -> bool:
+    """Whether the autocast rule below holds."""
+    return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """A region in which it does not."""
+    return torch.autocast(device.type, enabled=False) if autocast_is_on(device) else nullcontext()
+
+
+def autocast(
+    a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """a, b and bias as torch.autocast wants them, which is on: the rule of torch.mm."""
+    dtype = torch.get_autocast_dtype(a.device.type)
+    a, b = (x.to(dtype) if x.dtype in DTYPES else x for x in (a, b))
+    if bias is not None and bias.dtype in DTYPES:
+        bias = bias.to(out_dtype or dtype)
+    return a, b, bias
+
+
+def _autocast_kernel(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    a, b, bias = autocast(a, b, bias, out_dtype)
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS):
+        return _mm(a, b, offs, bias, out_dtype=out_dtype, **options)
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+_AUTOCAST_KEYS = _AUTOCAST_KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
+
+_library = torch.library.Library("gmm", "IMPL")
+_library.impl("grouped_mm", _autograd_kernel, "Autograd")
+_library.impl("grouped_mm", _autocast_kernel, "AutocastCPU")
+_library.impl("grouped_mm", _autocast_kernel, "AutocastCUDA")
