@@ -113,7 +113,7 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
     if (plan.backend == GMM_BACKEND_CUBLAS)
       cublas::run(args, plan, workspace, device, stream);
     else if (plan.kernel->family == sm90::Family::kDescriptorArray)
-      sm90::descriptor_array::run(args, plan, device.sm_count - args.sm_margin, stream);
+      sm90::descriptor_array::run(args, plan, workspace, device.sm_count - args.sm_margin, stream);
     else
       sm90::pointer_array::run(args, plan, workspace, device.sm_count - args.sm_margin, stream);
   }

@@ -89,7 +89,10 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
     const sm90::Kernel *asked = find_kernel(args.kernel, sm90::descriptor_array::kKernels);
     if (!args.kernel || (asked && sm90::descriptor_array::takes(*asked, args))) {
       plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args);
-      plan.launches = plan.products ? sm90::descriptor_array::launches(args).count : 0;
+      if (plan.products > 0) {
+        plan.launches = sm90::descriptor_array::launches(args).count;
+        plan.workspace_bytes = sm90::descriptor_array::kWorkspaceBytes;
+      }
       return true;
     }
   }

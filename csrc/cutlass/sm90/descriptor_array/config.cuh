@@ -13,6 +13,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/numeric_conversion.h>
 
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm75.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/atom/mma_atom.hpp>
@@ -32,7 +34,7 @@ using TmaBarrier = cutlass::arch::ClusterTransactionBarrier;
 using cutlass::arch::NamedBarrier;
 
 template <class Element_, class Out_, bool TokensInK, bool PMajorK, int TileP_, int TileQ_, int Stages_, int Cluster_,
-          int Chunks_, bool LoadsD = false>
+          int Chunks_, bool Accumulates = false>
 struct Config {
   using Element = Element_;
   using Out = Out_;
@@ -40,8 +42,12 @@ struct Config {
   static constexpr int TileP = TileP_, TileQ = TileQ_, Stages = Stages_, Cluster = Cluster_, Chunks = Chunks_;
   static constexpr int kThreads = 384;
   static constexpr int kMmas = TileP / 64;  // wgmmas side by side in a warpgroup
-  static constexpr bool kLoadsD = LoadsD;   // can add to D in registers, with a warp that loads it
-  static_assert(!LoadsD || (TokensInK && std::is_same_v<Out, float>));
+  // How an accumulating call adds to D in registers, so that the sum is rounded once: a warp brings D (tokens in K,
+  // fp32, the gradients that matter for speed), or the epilogue does for itself (16-bit). Compiled only where it is
+  // asked for: the branch alone would cost other calls up to 5 %. fp32 with tokens in rows needs neither: the L2 adds.
+  static constexpr bool kLoadsD = Accumulates && TokensInK && std::is_same_v<Out, float>;
+  static constexpr bool kAdds16 = Accumulates && !std::is_same_v<Out, float>;
+
   using DChunk = Chunk<sizeof(Out), TokensInK>;
 
   static constexpr auto kMajorP = PMajorK ? GMMA::Major::K : GMMA::Major::MN;
@@ -87,6 +93,10 @@ struct alignas(1024) SharedStorage {
   Barrier tile_empty[kTileRing];
   TmaBarrier d_full[C::Chunks];
   Barrier d_empty[C::Chunks];
+  uint32_t tickets[kTileRing];  // numbers of tiles, from the cluster's first CTA
+  TmaBarrier ticket_full[kTileRing];
+  Barrier ticket_empty[kTileRing];
+  int d_phases;  // of d_full, a bit a chunk, where the epilogue loads D by itself
 
   CUTLASS_DEVICE void init_barriers() {
     for (int i = 0; i < C::Stages; ++i) {
@@ -96,11 +106,14 @@ struct alignas(1024) SharedStorage {
     for (int i = 0; i < kTileRing; ++i) {
       tile_full[i].init(1);
       tile_empty[i].init(2 + C::kLoadsD + 4);  // the loading warps and the four warps of a warpgroup
+      ticket_full[i].init(1);
+      ticket_empty[i].init(C::Cluster);
     }
     for (int i = 0; i < C::Chunks; ++i) {
       d_full[i].init(1);
       d_empty[i].init(1);
     }
+    d_phases = 0;
     cutlass::arch::fence_barrier_init();
   }
 };

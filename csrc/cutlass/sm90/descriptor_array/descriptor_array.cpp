@@ -1,7 +1,9 @@
 #include "cutlass/sm90/descriptor_array/descriptor_array.h"
 
 #include <algorithm>
+#include <atomic>
 #include <numeric>
+#include <random>
 
 #include "core/groups.h"
 #include "cutlass/sm90/descriptor_array/encode.h"
@@ -11,11 +13,22 @@
 namespace gmm::sm90::descriptor_array {
 namespace {
 
+// A tag that no launch has had, in this process or another.
+TileCounter new_counter(void *workspace) {
+  static const uint64_t process = [] {
+    std::random_device random;
+    return uint64_t(random()) << 32 | random();
+  }();
+  static std::atomic<uint64_t> launches{1};
+  return {static_cast<uint64_t *>(workspace), {launches.fetch_add(1) << 2, process}};
+}
+
 // What every launch of a call shares.
 struct Launch {
   const gmm_args &args;
   const Kernel &kernel;
   Encoder encoder;
+  void *workspace;
   int tile_rows, sm_count;
   cudaStream_t stream;
 
@@ -23,6 +36,7 @@ struct Launch {
 
   template <class Params>
   void operator()(bool b_column_major, Params &params) const {
+    params.counter = new_counter(workspace);
     params.tile_rows = tile_rows;
     params.accumulate = args.accumulate;
     params.add_in_l2 = kAddInL2;
@@ -81,6 +95,7 @@ class Batch {
       std::copy_n(params_.shapes, params_.groups, params.shapes);
       params.ragged = params_.ragged;
       params.groups = params_.groups;
+      params.equal_tiles = params_.equal_tiles;
       launch_(b_column_major, params);
     } else {
       launch_(b_column_major, params_);
@@ -128,6 +143,9 @@ class Batch {
       time[i] = launch_.tokens_in_k() ? shapes[i].k : (shapes[i].m + m_tiles - 1) / m_tiles;
     }
     std::stable_sort(order, order + params_.groups, [&](int i, int j) { return time[i] > time[j]; });
+    // As the ragged kernel decides, in units of 16 rows.
+    const int longest = time[order[0]], shortest = time[order[params_.groups - 1]];
+    params_.equal_tiles = !launch_.tokens_in_k() && (longest + 15) / 16 == (shortest + 15) / 16;
     int64_t tiles = 0;
     for (int i = 0; i < params_.groups; ++i) {
       params_.shapes[i] = shapes[order[i]];
@@ -196,12 +214,13 @@ void run_ragged(const Launch &launch) {
 
 }  // namespace
 
-void run(const gmm_args &args, const Plan &plan, int sm_count, cudaStream_t stream) {
+void run(const gmm_args &args, const Plan &plan, void *workspace, int sm_count, cudaStream_t stream) {
   const Kernel &kernel = *plan.kernel;
   const bool cuts_rows = args.form == GMM_LIST && &kernel != &k128x192;
   const Launch launch{args,
                       kernel,
                       Encoder(args.ab_dtype, args.d_dtype),
+                      workspace,
                       cuts_rows ? choose_tile_rows(args, kernel, sm_count) : kernel.tile_m,
                       sm_count,
                       stream};

@@ -7,7 +7,8 @@
 
 namespace gmm::sm90::descriptor_array {
 
-// D = A @ B for the groups with work, in stream order. `args` were accepted (heuristics.h); uses `sm_count` SMs.
-void run(const gmm_args &args, const Plan &plan, int sm_count, cudaStream_t stream);
+// The products of the call, in stream order. `args` were accepted (heuristics.h); `workspace` is of kWorkspaceBytes;
+// uses `sm_count` SMs.
+void run(const gmm_args &args, const Plan &plan, void *workspace, int sm_count, cudaStream_t stream);
 
 }  // namespace gmm::sm90::descriptor_array

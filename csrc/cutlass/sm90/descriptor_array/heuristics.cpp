@@ -57,7 +57,6 @@ bool accepts_group(const gmm_args &args, int i, bool in_k, std::string *why) {
 }
 
 bool accepts_list(const gmm_args &args, std::string *why) {
-  if (args.accumulate && args.d_dtype != GMM_FP32) return refuse(why, "accumulates into fp32 only");
   int64_t tiles = 0, rows = 0;  // 32-bit in the kernel
   const gmm_matrix *first_a = nullptr, *first_b = nullptr;
   for (int i = 0; i < args.num_groups; ++i) {
@@ -72,8 +71,9 @@ bool accepts_list(const gmm_args &args, std::string *why) {
   if (first_b && args.bias && tokens_in_k(*first_a, *first_b)) return refuse(why, "bias with a transposed a");
   const Launches needed = launches(args);
   if (needed.count > kMaxLaunches) return refuse(why, "%d groups need %d launches", args.num_groups, needed.count);
-  if (first_b && args.d_dtype == GMM_FP32 && !tokens_in_k(*first_a, *first_b) && !needed.small)
-    return refuse(why, "%d groups into fp32 need large parameters", args.num_groups);
+  const bool fp32 = args.d_dtype == GMM_FP32, in_k = first_b && tokens_in_k(*first_a, *first_b);
+  if (!needed.small && (in_k ? args.accumulate && !fp32 : args.accumulate || fp32))
+    return refuse(why, "%d groups need large parameters, which no kernel for this D takes", args.num_groups);
   return true;
 }
 
@@ -87,12 +87,16 @@ bool accepts_ragged(const gmm_args &args, std::string *why) {
   if (batch_stride * bytes % 16 != 0 || batch_stride >= (int64_t(1) << 39) / bytes)
     return refuse(why, "%s: expected matrices a multiple of 16 bytes and less than 2^39 apart, got %lld elements",
                   in_k ? "d" : "b", (long long)batch_stride);
-  if (in_k && args.accumulate && args.d_dtype != GMM_FP32)
-    return refuse(why, "accumulates weight gradients in fp32 only");
   const int64_t tiles = in_k ? int64_t(args.num_groups) * ceil_div(d.rows, 64) * ceil_div(d.cols, 64)
                              : (int64_t(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(d.cols, 64);
   if (tiles >= INT32_MAX) return refuse(why, "more tiles than 32 bits count");
   return true;
+}
+
+bool first_is_column_major(const gmm_args &args) {
+  for (int i = 0; i < args.num_groups; ++i)
+    if (has_product(args, i)) return args.a[i].column_major;
+  return false;
 }
 
 }  // namespace
@@ -133,19 +137,20 @@ Launches launches(const gmm_args &args) {
 
 const Kernel &choose(const gmm_args &args) {
   if (args.form == GMM_RAGGED_K) return k128x192;
-  if (args.form == GMM_RAGGED_M) return args.d[0].rows <= int64_t(96) * args.num_groups ? k128x64 : k192x128;
-  int64_t rows = 0, groups = 0;
-  for (int i = 0; i < args.num_groups; ++i) {
+  int64_t rows = args.form == GMM_LIST ? 0 : args.d[0].rows, groups = args.form == GMM_LIST ? 0 : args.num_groups;
+  for (int i = 0; args.form == GMM_LIST && i < args.num_groups; ++i) {
     if (!has_product(args, i)) continue;
     if (args.a[i].column_major) return k128x192;
     rows += args.d[i].rows;
     ++groups;
   }
-  return rows <= 96 * groups ? k128x64 : k192x128;
+  return rows <= 96 * groups && takes(k128x64, args) ? k128x64 : k192x128;
 }
 
 bool takes(const Kernel &kernel, const gmm_args &args) {
-  return (&kernel == &k128x192) == (&choose(args) == &k128x192);
+  const bool in_k = args.form == GMM_RAGGED_K || (args.form == GMM_LIST && first_is_column_major(args));
+  if ((&kernel == &k128x192) != in_k) return false;
+  return &kernel != &k128x64 || !args.accumulate || args.d_dtype == GMM_FP32;
 }
 
 int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {

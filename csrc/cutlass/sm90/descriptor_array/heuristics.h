@@ -15,6 +15,9 @@ struct Capacity {
 };
 inline constexpr Capacity kSmall{22, 22}, kLarge{198, 148};
 
+// For a counter of tiles.
+inline constexpr int kWorkspaceBytes = 32;
+
 // Beyond this many launches the pointer array, with one launch for any number of groups, is the better kernel.
 inline constexpr int kMaxLaunches = 2;
 
@@ -33,11 +36,11 @@ inline constexpr Kernel k128x192{
 inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192};
 
 // True when every condition of these kernels holds:
-//   - bf16 or fp16 in; D in the same dtype, or fp32; accumulation only into fp32 (list), or any (ragged);
+//   - bf16 or fp16 in; D in the same dtype, or fp32;
 //   - A row-major and B all row-major or all column-major (tokens in rows); or A column-major and B row-major, without
 //     bias (tokens in K);
 //   - pointers 16-byte aligned; leading dimensions, strides of a batch and the rows of D multiples of 16 bytes;
-//   - list: at most kMaxLaunches launches; one of the small ones for rows into fp32.
+//   - list: at most kMaxLaunches launches; one with small parameters for rows into fp32, and for 16-bit accumulation.
 // Otherwise false, with the reason in `why`, which may be null.
 bool accepts(const gmm_args &args, std::string *why);
 

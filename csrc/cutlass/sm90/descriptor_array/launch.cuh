@@ -36,34 +36,39 @@ void launch_config(const Params &params, int sm_count, cudaStream_t stream) {
   GMM_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel<C, Params>, params));
 }
 
-// P x Q tile, stages, cluster, chunks of D. Five stages and three chunks beat four and six by up to 9 %; but D that is
-// loaded needs chunks on their way in and out.
-template <class Element, class Out, bool BColumnMajor>
-using Rows192x128 = Config<Element, Out, false, BColumnMajor, 128, 192, 5, 2, 3>;
+// P x Q tile, stages, cluster, chunks of D. Five stages and three chunks beat four and six by up to 9 %; but D that a
+// warp loads needs chunks on their way in and out.
+template <class Element, class Out, bool BColumnMajor, bool Accumulates = false>
+using Rows192x128 = Config<Element, Out, false, BColumnMajor, 128, 192, 5, 2, 3, Accumulates>;
 template <class Element, class Out, bool BColumnMajor>
 using Rows128x64 = Config<Element, Out, false, BColumnMajor, 64, 128, 8, 1, 2>;
-template <class Element, class Out>
-using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, 2, 3>;
-
+template <class Element, class Out, bool Accumulates = false>
+using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, 2, 3, Accumulates>;
 template <class Element>
 using TokensAdd128x192 = Config<Element, float, true, false, 128, 192, 4, 2, 8, true>;
 
+// Which exist, heuristics.h says.
 template <class Element, class Out, class Params>
 void launch_kernel(const Kernel &kernel, bool b_column_major, const Params &params, int sm_count, cudaStream_t stream) {
-  // Rows into fp32 come with small parameters only, see heuristics.h.
-  constexpr bool kRows = std::is_same_v<Params, SmallParams> || !std::is_same_v<Out, float>;
+  constexpr bool kSmallParams = std::is_same_v<Params, SmallParams>, kFp32 = std::is_same_v<Out, float>;
   if (&kernel == &k128x192) {
-    if constexpr (std::is_same_v<Out, float>)
-      if (params.accumulate) return launch_config<TokensAdd128x192<Element>>(params, sm_count, stream);
-    return launch_config<Tokens128x192<Element, Out>>(params, sm_count, stream);
-  }
-  if constexpr (kRows) {
-    if (&kernel == &k192x128)
-      return b_column_major ? launch_config<Rows192x128<Element, Out, true>>(params, sm_count, stream)
-                            : launch_config<Rows192x128<Element, Out, false>>(params, sm_count, stream);
-    if (&kernel == &k128x64)
+    if (!params.accumulate) return launch_config<Tokens128x192<Element, Out>>(params, sm_count, stream);
+    if constexpr (kFp32)
+      return launch_config<TokensAdd128x192<Element>>(params, sm_count, stream);
+    else if constexpr (kSmallParams)
+      return launch_config<Tokens128x192<Element, Out, true>>(params, sm_count, stream);
+  } else if constexpr (kSmallParams || !kFp32) {
+    if (&kernel == &k192x128) {
+      if (kFp32 || !params.accumulate)
+        return b_column_major ? launch_config<Rows192x128<Element, Out, true>>(params, sm_count, stream)
+                              : launch_config<Rows192x128<Element, Out, false>>(params, sm_count, stream);
+      if constexpr (kSmallParams && !kFp32)
+        return b_column_major ? launch_config<Rows192x128<Element, Out, true, true>>(params, sm_count, stream)
+                              : launch_config<Rows192x128<Element, Out, false, true>>(params, sm_count, stream);
+    } else if (kFp32 || !params.accumulate) {
       return b_column_major ? launch_config<Rows128x64<Element, Out, true>>(params, sm_count, stream)
                             : launch_config<Rows128x64<Element, Out, false>>(params, sm_count, stream);
+    }
   }
   throw Error(GMM_ERROR_INTERNAL, format("no kernel %s for this call", kernel.name));
 }

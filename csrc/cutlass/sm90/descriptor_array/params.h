@@ -49,6 +49,12 @@ struct RaggedGroups {
 };
 enum RaggedMap { kMapA, kMapB, kMapD, kMapTailA, kMapTailB, kRaggedMaps };
 
+// See counter.cuh.
+struct TileCounter {
+  uint64_t *workspace;  // kWorkspaceBytes
+  uint64_t tag[2];      // no other launch's; the lowest two bits are zero
+};
+
 // Maps, by operand. Tokens in rows: A (K, rows); B (K, N, batch), or (N, K, batch) when it is row-major; D (N, rows,
 // rows + 1), see encode.h. Tokens in K: A (M, tokens), B (N, tokens), D (N, M, batch).
 template <int kMaps, int kGroups>
@@ -56,8 +62,10 @@ struct ParamsOf {
   CUtensorMap maps[kMaps];
   GroupShape shapes[kGroups];
   RaggedGroups ragged;
+  TileCounter counter;
   int groups;
-  int tile_rows;  // list form: rows of D of a tile at most, a multiple of 16
+  int tile_rows;    // list form: rows of D of a tile at most, a multiple of 16
+  int equal_tiles;  // list form: all tiles take about the same time
   int accumulate;
   int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
 };

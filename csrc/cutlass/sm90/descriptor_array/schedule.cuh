@@ -1,12 +1,13 @@
-// The scheduler warp: finds a CTA's tiles, with nothing shared between CTAs.
+// The scheduler warp: finds a CTA's tiles.
 //
-// Clusters take tiles in turn: number 0, 1, ... of all groups' in a fixed order, then the next round in the opposite
-// direction. That is balanced when the tiles of a round take the same time, so the groups come in order of it, the
-// longest first: in the list form the host has sorted them, in the ragged forms the warp makes one pass over the groups
-// for each time that occurs. No counter in memory, so calls share nothing, and every run does the same.
+// A cluster's first tile is its own number. Where all tiles take about the same time, it then takes every
+// (clusters)th; else it asks the launch's counter (counter.cuh), and the groups come in order of the time that one of
+// their tiles takes, the longest first, so that the clusters end together. In the list form the host has sorted them,
+// in the ragged forms the warp makes one pass over the groups for each time that occurs.
 #pragma once
 
 #include "cutlass/sm90/descriptor_array/config.cuh"
+#include "cutlass/sm90/descriptor_array/counter.cuh"
 
 namespace gmm::sm90::descriptor_array {
 
@@ -100,6 +101,12 @@ class ListFinder {
     }
   }
 
+  // All tiles, once find() has returned false.
+  CUTLASS_DEVICE int total() const { return params_.shapes[params_.groups - 1].tiles_end; }
+
+  // Whether all tiles take about the same time, once find() has returned a tile.
+  CUTLASS_DEVICE bool equal() const { return params_.equal_tiles; }
+
  private:
   const Params &params_;
   int window_ = 0;  // the first group to look at
@@ -142,6 +149,13 @@ class RaggedFinder {
     tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, tile_rows_, rank);
     return true;
   }
+
+  // All tiles, once find() has returned false.
+  CUTLASS_DEVICE int total() const { return window_begin_; }
+
+  // Whether all tiles take about the same time, once find() has returned a tile. Tiles of a group differ by one unit of
+  // rows, see cut_rows(). With tokens in K the memory decides, and no two take the same.
+  CUTLASS_DEVICE bool equal() const { return !C::kTokensInK && shortest_ == longest_; }
 
  private:
   // The end of group g, and with tokens in rows, of the rows after all groups; not yet clamped to the ends before.
@@ -215,6 +229,10 @@ class RaggedFinder {
     }
     if (!sorted_) time = 0;
     next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
+    if (time_ == INT32_MAX) {
+      longest_ = next_time_;
+      shortest_ = min(shortest_, __reduce_min_sync(~0u, tiles > 0 && time > 0 ? time : INT32_MAX));
+    }
     tiles_ = time == time_ ? tiles : 0;
     tiles_end_ = tiles_;
     CUTE_UNROLL
@@ -231,23 +249,62 @@ class RaggedFinder {
   bool sorted_;
   int tile_rows_;
   int time_ = INT32_MAX;  // of the tiles that this pass takes; the first pass only looks for the longest
-  int next_time_ = -1;    // the longest below, of the groups that this pass has seen
+  int longest_ = -1, shortest_ = INT32_MAX;           // of all tiles but empty ones, if sorted
+  int next_time_ = -1;                                // the longest below, of the groups that this pass has seen
   int window_ = 0, window_begin_ = 0, window_tiles_;  // first group, number of its first tile, tiles
   int last_end_ = 0;                                  // of the window before
   bool have_ends_ = false;                            // of all groups, which are one window
   int begin_, end_, tiles_, tiles_end_;               // the lane's group; tiles_end_: with those of lower lanes
 };
 
+// The counter's next number, for all CTAs of the cluster, in the warp's first lane. `index`: how many came before.
+template <class C>
+CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter, int rank, int index) {
+  if constexpr (C::Cluster == 1) return counter.take();
+  const int slot = index % kTileRing, phase = index / kTileRing & 1;
+  shared.ticket_full[slot].arrive_and_expect_tx(sizeof shared.tickets[slot]);
+  if (rank == 0) {
+    shared.ticket_empty[slot].wait(phase ^ 1);
+    const uint32_t ticket = counter.take();
+    for (int cta = 0; cta < C::Cluster; ++cta)
+      store_shared_remote(ticket, cast_smem_ptr_to_uint(&shared.tickets[slot]),
+                          cast_smem_ptr_to_uint(&shared.ticket_full[slot]), cta);
+  }
+  shared.ticket_full[slot].wait(phase);
+  compiler_fence();
+  const int ticket = int(shared.tickets[slot]);
+  compiler_fence();
+  shared.ticket_empty[slot].arrive(0u);
+  return ticket;
+}
+
 template <class C, class Params, class Finder>
 CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder) {
   const bool leader = threadIdx.x % 32 == 0;
-  const int cluster = blockIdx.x / C::Cluster, clusters = gridDim.x / C::Cluster;
+  const int clusters = gridDim.x / C::Cluster;
+  const Counter counter(params.counter);
+  int t = blockIdx.x / C::Cluster;
   int k_blocks = 0, group = -1;
   int ends = 0;  // each warpgroup gets its own
   for (int pos = 0; ends < 2; ++pos) {
+    const int slot = pos % kTileRing;
+    shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
+    if (pos > 0 && ends == 0 && finder.equal()) {
+      t += clusters;
+    } else if (pos > 0 && ends == 0) {
+      if (leader) {
+        if (pos == 1) {
+          cutlass::arch::wait_on_dependent_grids();
+          if (rank == 0) counter.open();
+        }
+        t = clusters + take_ticket(shared, counter, rank, pos - 1);
+      }
+      t = __shfl_sync(~0u, t, 0);
+    }
     Tile tile{};
-    const int t = pos * clusters + (pos % 2 ? clusters - 1 - cluster : cluster);
     if (ends > 0 || !finder.find(t, rank, tile)) {
+      // Each cluster that had a first tile asks until it gets none: this is the last number that is asked for.
+      if (ends == 0 && rank == 0 && leader && t == finder.total() + clusters - 1) counter.close();
       tile.group = -1;
       ++ends;
     } else if (!params.ragged.offs && tile.group != group) {
@@ -256,8 +313,6 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
     }
     tile.k_blocks_before = k_blocks;
     k_blocks += tile.k_blocks();
-    const int slot = pos % kTileRing;
-    shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
     if (leader) {
       shared.tiles[slot] = tile;
       compiler_fence();

@@ -9,35 +9,50 @@ namespace gmm::sm90::descriptor_array {
 // An accumulator of a wgmma, acc[v]: v = 8-column block * 4 + {0, 1: row lane / 4, 2, 3: eight rows below},
 // columns lane % 4 * 2 + {0, 1}. Rows are P, columns Q.
 
-// Where chunk c of a tile goes, and sends it there. `rows`: of the tile (tokens in rows).
+// Where the chunks of a tile lie in D.
 template <class C>
 struct Destination {
   using Chunk = typename C::DChunk;
   const CUtensorMap *map;
   int n, batch, rows_d;  // columns of D; index in the map's batch (tokens in K); rows of the map (tokens in rows)
-  bool add;
+  bool add;              // in the L2
 
-  CUTLASS_DEVICE void store(const typename C::Out *from, int x, int y, int z) const {
-    if (add)
-      SM90_TMA_REDUCE_ADD_3D::copy(map, from, x, y, z);
-    else
-      SM90_TMA_STORE_3D::copy(map, from, x, y, z);
-  }
-
-  // The chunk at P = p and Q = q of the tile.
-  CUTLASS_DEVICE void store_chunk(const typename C::Out *from, const Tile &tile, int p, int q) const {
+  // Calls box(first element in the chunk, x, y, z) for the boxes of the chunk at P = p and Q = q of the tile.
+  template <class Box>
+  CUTLASS_DEVICE void boxes(const Tile &tile, int p, int q, const Box &box) const {
     if constexpr (C::kTokensInK) {
-      if (tile.q + q < tile.q_end) store(from, tile.q + q, tile.p + p, batch);
+      if (tile.q + q < tile.q_end) box(0, tile.q + q, tile.p + p, batch);
     } else {
       // Row r of the tile is (r - rows) + q_end in the map's two row dimensions: r >= rows falls outside.
       const int rows = tile.q_end - tile.q;
       if (q >= rows) return;
       CUTE_UNROLL
-      for (int box = 0; box < Chunk::kColumns / Chunk::kBoxColumns; ++box) {
-        const int column = tile.p + p + box * Chunk::kBoxColumns;
-        if (column < n) store(from + box * Chunk::kBoxColumns * Chunk::kRows, column, rows_d - rows + q, tile.q_end);
+      for (int i = 0; i < Chunk::kColumns / Chunk::kBoxColumns; ++i) {
+        const int column = tile.p + p + i * Chunk::kBoxColumns;
+        if (column < n) box(i * Chunk::kBoxColumns * Chunk::kRows, column, rows_d - rows + q, tile.q_end);
       }
     }
+  }
+
+  CUTLASS_DEVICE void store(const typename C::Out *chunk, const Tile &tile, int p, int q) const {
+    boxes(tile, p, q, [&](int first, int x, int y, int z) {
+      if (add)
+        SM90_TMA_REDUCE_ADD_3D::copy(map, chunk + first, x, y, z);
+      else
+        SM90_TMA_STORE_3D::copy(map, chunk + first, x, y, z);
+    });
+    tma_store_arrive();
+  }
+
+  // By one thread, which waits.
+  CUTLASS_DEVICE void load(typename C::Out *chunk, const Tile &tile, int p, int q, TmaBarrier &full, int phase) const {
+    constexpr int kBytes = Chunk::kBoxColumns * Chunk::kRows * sizeof(typename C::Out);
+    boxes(tile, p, q, [&](int first, int x, int y, int z) {
+      full.expect_transaction(kBytes);
+      SM90_TMA_LOAD_3D::copy(map, reinterpret_cast<uint64_t *>(&full), kHint, chunk + first, x, y, z);
+    });
+    full.arrive();
+    full.wait(phase);
   }
 };
 
@@ -55,22 +70,33 @@ CUTLASS_DEVICE Out *swizzled(Out *box, int line, int column) {
   return box + line * (8 * kUnit) + ((column / kUnit) ^ (line & 7)) * kUnit + column % kUnit;
 }
 
-// 16-bit D: two 8 x 8 blocks along P and two along Q at a time. acc: of the two blocks along Q, eight values.
-template <class C, class Block>
-CUTLASS_DEVICE void write_block_16(typename C::Out *chunk, int q, const Block &values) {
+// 16-bit D: two 8 x 8 blocks along P and two along Q at a time. The old values, where they are added, come out of the
+// chunk.
+template <class C>
+CUTLASS_DEVICE void write_block_16(typename C::Out *chunk, int q, cutlass::Array<float, 8> values) {
+  using Out = typename C::Out;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, matrix = lane / 8;
-  cutlass::NumericArrayConverter<typename C::Out, float, 8> convert;
-  const cutlass::Array<typename C::Out, 8> out = convert(values);
-  const uint32_t *bits = reinterpret_cast<const uint32_t *>(&out);
-  if constexpr (C::kTokensInK) {  // matrices: (P, Q), (P + 8, Q), (P, Q + 8), (P + 8, Q + 8)
-    auto *to =
-        reinterpret_cast<uint128_t *>(swizzled(chunk, warp * 16 + matrix % 2 * 8 + lane % 8, q + matrix / 2 * 8));
-    SM90_U32x4_STSM_N::copy(bits[0], bits[1], bits[2], bits[3], *to);
-  } else {
-    auto *to =
-        reinterpret_cast<uint128_t *>(swizzled(chunk, q + matrix / 2 * 8 + lane % 8, warp * 16 + matrix % 2 * 8));
-    SM90_U16x8_STSM_T::copy(bits[0], bits[1], bits[2], bits[3], *to);
+  // Matrices: (P, Q), (P + 8, Q), (P, Q + 8), (P + 8, Q + 8); a lane has the address of one of their lines.
+  const int p = warp * 16 + matrix % 2 * 8, in_q = q + matrix / 2 * 8, line = lane % 8;
+  auto &at =
+      *reinterpret_cast<uint128_t *>(C::kTokensInK ? swizzled(chunk, p + line, in_q) : swizzled(chunk, in_q + line, p));
+  if constexpr (C::kAdds16) {
+    cutlass::Array<Out, 8> old;
+    uint32_t *bits = reinterpret_cast<uint32_t *>(&old);
+    if constexpr (C::kTokensInK)
+      SM75_U32x4_LDSM_N::copy(at, bits[0], bits[1], bits[2], bits[3]);
+    else
+      SM75_U16x8_LDSM_T::copy(at, bits[0], bits[1], bits[2], bits[3]);
+    CUTE_UNROLL
+    for (int v = 0; v < 8; ++v) values[v] += float(old[v]);
   }
+  cutlass::NumericArrayConverter<Out, float, 8> convert;
+  const cutlass::Array<Out, 8> out = convert(values);
+  const uint32_t *bits = reinterpret_cast<const uint32_t *>(&out);
+  if constexpr (C::kTokensInK)
+    SM90_U32x4_STSM_N::copy(bits[0], bits[1], bits[2], bits[3], at);
+  else
+    SM90_U16x8_STSM_T::copy(bits[0], bits[1], bits[2], bits[3], at);
 }
 
 // fp32 D, tokens in rows: the chunk is two boxes of 32 columns. Neighbouring P lie side by side, so that the eight
@@ -122,6 +148,33 @@ CUTLASS_DEVICE void load_bias(const Params &params, const Tile &tile, int n, flo
   }
 }
 
+// The epilogue's way to get hold of a chunk: free to write, or with what D holds there.
+template <class C>
+struct ChunkTurn {
+  SharedStorage<C> &shared;
+  const Tile &tile;
+  const Destination<C> &d;
+  const int warpgroup;
+  const bool handed_out;  // by load_d()
+  CUTLASS_DEVICE void take(int c, int it, int slot, int p, int q) const {
+    const bool leader = threadIdx.x % 128 == 0;
+    if (handed_out) {
+      shared.d_full[slot].wait(it / C::Chunks & 1);
+      compiler_fence();
+      return;
+    }
+    if (c < C::Chunks && !C::kAdds16) return;
+    if (leader) {
+      if (c >= C::Chunks) tma_store_wait<C::Chunks - 1>();  // the chunk's earlier store must have been read
+      if constexpr (C::kAdds16) {
+        d.load(shared.d[slot], tile, p, q, shared.d_full[slot], shared.d_phases >> slot & 1);
+        shared.d_phases ^= 1 << slot;
+      }
+    }
+    NamedBarrier::sync(128, kEpilogue + warpgroup);
+  }
+};
+
 // Stores tile number `pos` of the CTA, Q columns of accumulators. The CTA's epilogues run one after the other.
 template <class C, int Q, class Params>
 CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, const Tile &tile, int warpgroup, int pos,
@@ -129,10 +182,12 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
   using Chunk = typename C::DChunk;
   constexpr int kChunkQ = C::kTokensInK ? Chunk::kColumns : Chunk::kRows;
   constexpr int kPerMma = (Q + kChunkQ - 1) / kChunkQ, kAll = C::kMmas * kPerMma;
+  constexpr bool k16 = sizeof(typename C::Out) == 2;
   const bool leader = threadIdx.x % 128 == 0;
-  const bool handed_out = C::kLoadsD && params.accumulate;  // the chunks, by load_d()
-  const bool add = C::kLoadsD && adds_in_registers(params, tile);
+  const bool handed_out = C::kLoadsD && params.accumulate;
+  const bool add = C::kAdds16 || (C::kLoadsD && adds_in_registers(params, tile));
   const Destination<C> to = destination<C>(params, tile, params.accumulate && !add);
+  const ChunkTurn<C> turn{shared, tile, to, warpgroup, handed_out};
   float bias[C::kMmas][2] = {};
   if constexpr (!C::kTokensInK) load_bias<C>(params, tile, to.n, bias);
   CUTE_UNROLL
@@ -140,14 +195,8 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
     const int mma = c / kPerMma, first_q = c % kPerMma * kChunkQ;
     const int it = handed_out ? pos * kAll + c : c, slot = it % C::Chunks;
     typename C::Out *chunk = shared.d[slot];
-    if (handed_out) {
-      shared.d_full[slot].wait(it / C::Chunks & 1);
-      compiler_fence();
-    } else if (c >= C::Chunks) {  // the chunk's earlier store must have been read
-      if (leader) tma_store_wait<C::Chunks - 1>();
-      NamedBarrier::sync(128, kEpilogue + warpgroup);
-    }
-    if constexpr (C::kTokensInK && sizeof(typename C::Out) == 4) {
+    turn.take(c, it, slot, mma * 64, first_q);
+    if constexpr (C::kTokensInK && !k16) {
       static_assert(Q % kChunkQ == 0);
       write_chunk_32_by_tokens(chunk, &acc[mma][first_q / 2], add);
     } else {
@@ -157,7 +206,7 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
         cutlass::Array<float, 8> values;
         CUTE_UNROLL
         for (int v = 0; v < 8; ++v) values[v] = acc[mma][(first_q + q) / 2 + v] + bias[mma][v / 2 % 2];
-        if constexpr (sizeof(typename C::Out) == 2)
+        if constexpr (k16)
           write_block_16<C>(chunk, q, values);
         else
           write_block_32_by_rows<C>(chunk, q, values);
@@ -166,8 +215,7 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
     tma_store_fence();
     NamedBarrier::sync(128, kEpilogue + warpgroup);
     if (leader) {
-      to.store_chunk(chunk, tile, mma * 64, first_q);
-      tma_store_arrive();
+      to.store(chunk, tile, mma * 64, first_q);
       if (handed_out && c > 0) {
         tma_store_wait<1>();
         shared.d_empty[(it - 1) % C::Chunks].arrive();
@@ -192,8 +240,7 @@ CUTLASS_DEVICE void store_zeros(const Params &params, SharedStorage<C> &shared, 
   if (threadIdx.x % 128 != 0) return;
   const Destination<C> to = destination<C>(params, tile, false);
   for (int p = 0; p < C::TileP; p += 64)
-    for (int q = 0; q < tile.q_end - tile.q; q += kChunkQ) to.store_chunk(shared.d[0], tile, p, q);
-  tma_store_arrive();
+    for (int q = 0; q < tile.q_end - tile.q; q += kChunkQ) to.store(shared.d[0], tile, p, q);
   tma_store_wait<0>();
 }
 
