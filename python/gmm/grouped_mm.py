@@ -58,8 +58,8 @@ def grouped_mm(
             never read.
         sm_margin: SMs to leave to other kernels, such as communication; on backends that can.
         weight_grad_out: a tensor of b's shape, in float32 or the dtype of b (Megatron's main_grad): backward adds the
-            gradient of b to it, without a temporary, and gives b itself none (so that no hook of b sees one). It is
-            left alone where b does not require grad.
+            gradient of b to it, without a temporary, and gives b itself none (so that no hook of b sees one). b must
+            require grad, but where grad mode is off: then there is no backward, and it is left alone.
         backend: "auto", "cutlass", "triton", "cublas" or "reference". A named one must take the call. None: what
             gmm.use_backend set, then the environment variable GMM_BACKEND, then "auto". See gmm.explain.
 
@@ -70,7 +70,8 @@ def grouped_mm(
         RuntimeError: shapes, dtypes or devices contradict (with argument, expected, got); a backend asked for cannot
             take the call (with the reason); out is given and an argument requires grad while grad mode is on. Nothing
             has been written then.
-        ValueError: unknown backend; accumulate without out; out_dtype or weight_grad_out with out.
+        ValueError: unknown backend; accumulate without out; out_dtype or weight_grad_out with out; weight_grad_out for
+            a b that does not require grad, while grad mode is on.
 
     The host does not read offs. Ends that decrease or leave the buffer never cause an access out of bounds: the CPU and
     CUTLASS clamp each to the buffer and to the greatest before it; with Triton, what out then holds is undefined. With

@@ -58,7 +58,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
     factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
     if backend == "cutlass":
-        factor = factor.contiguous()  # it must take the call, and would refuse an expanded gradient
+        dy, factor = dy.contiguous(), factor.contiguous()  # it must take the call, and would refuse an expanded dy
     da = db = dbias = None
     if needs_a:
         da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
@@ -68,7 +68,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         db = _product(a.mT, factor, offs, ctx.b_column_major != trans_b, options)
         db = db.mT if trans_b else db
     if needs_bias:
-        dbias = _sums(dy, offs).to(ctx.bias_dtype)
+        dbias = _sums(dy, offs, options).to(ctx.bias_dtype)
     return da, db, None, dbias, None, None
 
 
@@ -92,11 +92,18 @@ def _add_product(
         torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
 
 
-def _sums(dy: Tensor, offs: Tensor | None) -> Tensor:
-    """The sum of each group's rows in float32: [G, N]."""
+def _sums(dy: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """The sum of each group's rows in float32: [G, N].
+
+    A product with ones, in the layout of a weight gradient and 8 at a time: CUTLASS reads rows of 16 bytes. It is the
+    one product here that CUTLASS cannot take for a float32 dy, which is not rounded for it.
+    """
     if offs is None:
         return dy.sum(1, dtype=torch.float32)
-    return _mm(dy.new_ones((1, dy.shape[0])), dy, offs, out_dtype=torch.float32).squeeze(1)
+    backend = "auto" if dy.dtype is torch.float32 and options["backend"] == "cutlass" else options["backend"]
+    ones = dy.new_ones((dy.shape[0], 8))
+    options = {**options, "allow_tf32": False, "backend": backend}
+    return _mm(ones.t(), dy, offs, out_dtype=torch.float32, **options)[:, 0].contiguous()
 
 
 def _autograd_kernel(

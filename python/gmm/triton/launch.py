@@ -53,7 +53,8 @@ def grouped_mm(
     Does not synchronise. May be captured in a CUDA graph after a first call of the same kind. Equal from run to run; a
     row does not depend on other rows and groups, but for the tile that the average of rows a group chooses.
     """
-    run(a, b, offs, out, bias, accumulate, allow_tf32)
+    if out.numel() > 0:
+        run(a, b, offs, out, bias, accumulate, allow_tf32)
 
 
 def supports(device: torch.device) -> str | None:
@@ -144,10 +145,8 @@ def run(
     accumulate: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
-) -> Config | None:
-    """grouped_mm, with that tile or the one that is chosen. Returns it; None where there is nothing to do."""
-    if out.numel() == 0:
-        return None
+) -> Config:
+    """grouped_mm for an out that is not empty, with that tile or the one that is chosen. Returns it."""
     offs = None if offs is None else offs.contiguous()
     key, tokens = signature(a, b, offs, out, bias, accumulate, allow_tf32)
     plan = _plans.get((key, config))
