@@ -14,8 +14,8 @@
   "(Tensor[] a, Tensor[] b, Tensor[]? bias=None, *, bool trans_a=False, bool trans_b=False, " \
   "ScalarType? out_dtype=None, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> Tensor[]"
 
-// In grouped_mm_python, csrc/torch/grouped_mm.cpp hands over the calls that CUTLASS does not take. Ops that return a str
-// give the text of their error: see call_python_checked() in call.h.
+// In grouped_mm_python, csrc/torch/grouped_mm.cpp hands over the calls that CUTLASS does not take. Ops that return a
+// str give the text of their error: see call_python_checked() in call.h.
 #define GMM_GROUPED_OUT_SCHEMA                                                               \
   "(Tensor a, Tensor b, Tensor? offs, Tensor? bias, Tensor(e!) out, *, bool trans_b=False, " \
   "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\")"

@@ -73,7 +73,7 @@ def check_grouped(
 
 
 def check_weight_grad_out(x: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Whether the gradient of b, made of factors in dtype, can be added to x. Raises a ValueError where there is none."""
+    """Whether the gradient of b, made of factors in dtype, can be added to x. Raises ValueError where b has none."""
     if torch.is_grad_enabled() and not b.requires_grad:
         raise ValueError("weight_grad_out: expected a b that requires grad, as its gradient is what is added")
     check(list(x.shape) == list(b.shape), "weight_grad_out: expected shape {}, got {}", list(b.shape), list(x.shape))

@@ -19,7 +19,6 @@ from gmm.ragged.check import CHECKS_OFFSETS, Shape, check_grouped, check_offsets
 from gmm.triton.configs import Config
 from gmm.triton.launch import run as run_triton
 
-
 NOTHING_RAN = "reference: no products"  # what last_backend() tells of a call without groups or with an empty out
 
 
