@@ -196,7 +196,7 @@ static void test_ragged(void) {
     call.args.stride_b = call.args.stride_d = -1;
     INVALID(&call, form == GMM_RAGGED_M ? "stride_b" : "stride_d", "-1");
     ragged(&call, form);
-    call.b[0].rows += 8;
+    call.b[0] = matrix(call.b[0].rows + 8, call.b[0].cols, call.b[0].column_major);
     INVALID(&call, "b[0]", "rows");
   }
 

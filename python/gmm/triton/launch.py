@@ -43,8 +43,8 @@ def grouped_mm(
     Args:
         a, b: bfloat16, float16 or float32, of one dtype; any strides, also overlapping, and any alignment.
         offs: [G], int32 or int64, on the device of a. A value outside of the buffer counts as its nearest end. Where
-            they decrease, which gmm.h forbids, rows and columns of out may hold the product of another group or be
-            left as they were: programs search their group by halves. Nothing outside of the tensors is touched.
+            they decrease, rows and columns of out may hold the product of another group, or be left as they were:
+            programs search their group by halving. Nothing outside of the tensors is read or written.
         out: the dtype of a, or float32; any strides that do not overlap. Rows or columns from offs[-1] on and groups
             with nothing to contract over get zeros, or stay as they were when accumulating.
         bias: [G, N], added to the rows of group g.
