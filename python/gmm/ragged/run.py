@@ -19,8 +19,6 @@ from gmm.ragged.check import CHECKS_OFFSETS, Shape, check_grouped, check_offsets
 from gmm.triton.configs import Config
 from gmm.triton.launch import run as run_triton
 
-NOTHING_RAN = "reference: no products"  # what last_backend() tells of a call without groups or with an empty out
-
 
 class Options(NamedTuple):
     """What the ops take beside tensors."""
@@ -39,15 +37,21 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
     if why_not is not None:
         refuse(choice, why_not)
         _mm_out(a, b, offs, bias, out, **options._replace(backend="auto")._asdict())
-    elif out.numel() == 0 or (a if offs is None else offs).shape[0] == 0:
+    elif has_no_product(a, offs, bias, out):
         if not options.accumulate:
             out.zero_()
-        core.set_last_backend(NOTHING_RAN)
+        core.set_last_backend("reference: no products")
     elif name == "triton":
         config = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
         core.set_last_backend(f"triton: {kernel_name(config)}")
     else:
         _run_list(name, a, b, offs, bias, out, options)
+
+
+def has_no_product(a: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether out is empty, or all of it in no group, or a sum of nothing: no backend is needed for that."""
+    groups = (a if offs is None else offs).shape[0]
+    return out.numel() == 0 or groups == 0 or (a.shape[-1] == 0 and bias is None)
 
 
 def first_backend(device: torch.device) -> str:
