@@ -91,9 +91,9 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
     trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
     options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
+    if backend.startswith("cutlass"):
+        dy = dy.contiguous()  # it must take the call, and would refuse an expanded dy
     factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
-    if backend == "cutlass":
-        dy, factor = dy.contiguous(), factor.contiguous()  # it must take the call, and would refuse an expanded dy
     da = db = dbias = None
     if needs_a:
         da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
@@ -135,7 +135,9 @@ def _sums(dy: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
     """
     if offs is None:
         return dy.sum(1, dtype=torch.float32)
-    backend = "auto" if dy.dtype is torch.float32 and options["backend"] == "cutlass" else options["backend"]
+    backend = options["backend"]
+    if dy.dtype is torch.float32 and backend.startswith("cutlass"):
+        backend = "auto"
     ones = dy.new_ones((dy.shape[0], 8))
     options = {**options, "allow_tf32": False, "backend": backend}
     return call(ones.t(), dy, offs, None, out_dtype=torch.float32, **options)[:, 0].contiguous()
