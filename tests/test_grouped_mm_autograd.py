@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gmm
+from gmm.triton import launch
 
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -122,8 +123,10 @@ def test_training_is_planned_on_cutlass(trans_b: bool, fused: bool) -> None:
 def test_training_runs_on_cutlass(trans_b: bool, fused: bool) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the cutlass backend needs an sm90 GPU")
+    launch.forget_plans()
     ran = training_step(torch.device("cuda"), trans_b, fused).ran
     assert all(name.startswith("cutlass: ") for name in ran), ran
+    assert not launch._plans, "Triton was prepared"
 
 
 def test_saves_no_copies(auto_target: Target) -> None:
