@@ -192,6 +192,13 @@ def test_torch_func_within_autocast(layer: tuple[Tensor, Tensor, Tensor]) -> Non
     assert transformed.dtype == FP32 and torch.equal(transformed, torch.autograd.grad(y, x)[0])
 
 
+def test_weight_grad_out_is_not_for_torch_func(layer: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, w, offs = layer
+    main_grad = torch.zeros_like(w)
+    with pytest.raises(RuntimeError, match="weight_grad_out: expected None under torch.func"):
+        torch.func.grad(lambda w: gmm.grouped_mm(x, w, offs, weight_grad_out=main_grad).sum())(w)
+
+
 def test_forward_mode_says_that_there_is_none(layer: tuple[Tensor, Tensor, Tensor]) -> None:
     x, w, offs = layer
     with pytest.raises(NotImplementedError, match="jvp"):

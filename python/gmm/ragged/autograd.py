@@ -171,7 +171,7 @@ def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, **optio
     """The op by the shortest way that the call allows."""
     if not records(a, b, bias):
         return below_autograd(a, b, offs, bias, **options)
-    if not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active():
+    if _within_torch_func():
         return apply(a, b, offs, bias, None, **options)  # which the op's autograd kernel cannot do for torch.func
     return _mm(a, b, offs, bias, **options)
 
@@ -183,10 +183,18 @@ def apply(
     if autocast_is_on(a.device):
         a, b, bias = autocast(a, b, bias, options.get("out_dtype"))
     if weight_grad_out is not None:
+        if _within_torch_func():
+            raise RuntimeError(
+                "weight_grad_out: expected None under torch.func, whose gradients are results, got a tensor"
+            )
         check_weight_grad_out(weight_grad_out, b, a.dtype)
     function = TransformedGroupedMM if weight_grad_out is None else GroupedMM
     with without_autocast(a.device):
         return function.apply(a, b, offs, bias, weight_grad_out, {**_DEFAULTS, **options})
+
+
+def _within_torch_func() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
