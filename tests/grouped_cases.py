@@ -226,9 +226,12 @@ def run(
             assert "cutlass" in str(error) and len(str(error)) > 40, f"no reason given: {error}"
             assert torch.equal(out.isnan(), before.isnan()) and out.eq(before).logical_or(out.isnan()).all()
             return None
-    if out.numel() and 0 not in (a.shape[0] if a.dim() == 3 else 1, b.shape[0] if b.dim() == 3 else 1):
+    groups = (a if offs is None else offs).shape[0]
+    if out.numel() and groups and (a.shape[-1] or bias is not None):
         ran = gmm.last_backend().split(":")[0]
         assert ran in backends_that_may_run(backend, a, b, offs, out, bias), f"backend={backend!r}: {ran!r} ran"
+    else:
+        assert gmm.last_backend() == "reference: no products"
     rounded = gmm.last_backend().startswith("cublas") and (accumulate or bias is not None)
     compare(out, *expected(a, b, offs, before, bias, accumulate, rounded), tf32=tf32)
     result = out.clone()

@@ -235,6 +235,15 @@ def test_freed_memory() -> None:
         gmm.multi_tensor_gemm(**call)
 
 
+@pytest.mark.gpu
+def test_errors_of_the_reference_keep_their_text() -> None:
+    """On their way from Python through the C++ op of CUDA tensors."""
+    call = valid("cuda")
+    call["d"][1].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"d\[1\]: expected memory for shape"):
+        gmm.multi_tensor_gemm(**call, backend="reference")
+
+
 def test_no_suffix_but_a_kernel() -> None:
     with pytest.raises(ValueError, match="backend"):
         gmm.multi_tensor_gemm(**valid("cpu"), backend="auto: any")

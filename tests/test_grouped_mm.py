@@ -158,6 +158,7 @@ def test_no_groups_and_no_rows(grouped_target: Target) -> None:
     offs = torch.zeros(0, dtype=torch.int32, device=device)
     x, w = (torch.randn(shape).to(device, BF16) for shape in ((20, 16), (0, 16, 8)))
     for a, b, o in ((x, w, offs), (w, x.t()[:8], offs), (x.t(), x, offs), (w, w.mT, None)):
+        gmm.multi_tensor_gemm([torch.ones(2, 2)], [torch.ones(2, 2)])  # which is then not the last one
         run(a, b, o, backend)
     for mode in MODES[:3]:
         run(*operands(mode, [0, 0], 8, 8, 8, BF16, device), backend)

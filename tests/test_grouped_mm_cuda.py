@@ -224,20 +224,6 @@ def test_weight_gradient_without_a_temporary() -> None:
     assert peak < w.numel() * w.element_size() // 4 and w.grad is None
 
 
-def test_backward_runs_on_cutlass() -> None:
-    """The products of an aligned layer, with the layouts that autograd makes."""
-    require("cutlass")
-    for trans_b in (False, True):
-        x, w, offs = operands("ragged_m", [40, 40, 168], 0, 256, 128, BF16, CUDA)
-        w = w.mT.contiguous() if trans_b else w
-        for needed in (x, w):
-            leaves = [t.detach().requires_grad_(t is needed) for t in (x, w)]
-            y = gmm.grouped_mm(leaves[0], leaves[1], offs, trans_b=trans_b)
-            assert gmm.last_backend().startswith("cutlass")
-            y.backward(torch.randn_like(y))
-            assert gmm.last_backend().startswith("cutlass"), "dgrad" if needed is x else "wgrad"
-
-
 @asynchronous
 def test_work_is_ordered_on_the_callers_stream(backend: str) -> None:
     """Behind a long sleep on a side stream lie the true inputs and offs."""

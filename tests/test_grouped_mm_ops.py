@@ -10,7 +10,21 @@ import pytest
 import torch
 from check import NAN, same_bits
 from conftest import Target
-from grouped_cases import BF16, FP16, FP32, MODES, G, K, N, T, layer_operands
+from grouped_cases import (
+    BF16,
+    FP16,
+    FP32,
+    MODES,
+    ODD_SIZES,
+    G,
+    K,
+    N,
+    T,
+    compare,
+    expected,
+    layer_operands,
+    operands,
+)
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -268,6 +282,31 @@ def test_compiled_layer(auto_target: Target, compiled: Callable[..., Any], backe
 
     for x, y in zip(step(compiled(layer, backend=backend)), step(layer), strict=True):
         assert torch.allclose(x, y, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ("default", pytest.param("max-autotune", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("dynamic", (False, True), ids=("static", "dynamic"))
+@pytest.mark.parametrize(("ragged", "m", "n", "k", "all_ends"), ODD_SIZES, ids=[row[0] for row in ODD_SIZES])
+def test_compiled_odd_sizes(
+    auto_target: Target,
+    compiled: Callable[..., Any],
+    ragged: str,
+    m: int,
+    n: int,
+    k: int,
+    all_ends: Any,
+    dynamic: bool,
+    mode: str,
+) -> None:
+    """torch's own odd sizes, in all dtypes."""
+    if mode != "default" and auto_target.device.type == "cpu":
+        pytest.skip("there is nothing to tune")
+    f = compiled(gmm.grouped_mm, dynamic=dynamic, mode=mode)
+    for dtype in (BF16, FP16, FP32):
+        for ends in all_ends:
+            a, b, offs = operands(ragged, ends, m, n, k, dtype, auto_target.device)
+            y = f(a, b, offs)
+            compare(y, *expected(a, b, offs, y, None, False))
 
 
 def test_compiled_out(auto_target: Target, compiled: Callable[..., Any]) -> None:

@@ -22,6 +22,26 @@ kernels = pytest.mark.parametrize("kernel", KERNELS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
+def explain_layout(kernel: str, layout: Layout) -> gmm.Plan:
+    """The plan of a plain call of the kernel in the layout."""
+    a, b = (128, 512) if layout.trans_a else (512, 128), (256, 128) if layout.trans_b else (128, 256)
+    trans_a, trans_b = layout
+    return gmm.explain([a] * 4, [b] * 4, trans_a=trans_a, trans_b=trans_b, sm=90, backend=f"cutlass: {kernel}")
+
+
+def layouts_of(kernel: str) -> list[Layout]:
+    """Those that the kernel takes: some are for weight gradients alone."""
+    taken = []
+    for layout in LAYOUTS.values():
+        try:
+            explain_layout(kernel, layout)
+        except RuntimeError as error:
+            assert kernel in str(error)
+        else:
+            taken.append(layout)
+    return taken
+
+
 def test_there_are_kernels() -> None:
     assert len(KERNELS) >= 2
 
@@ -29,11 +49,18 @@ def test_there_are_kernels() -> None:
 @kernels
 def test_each_can_be_asked_for(kernel: str) -> None:
     """In the form that last_backend() gives."""
-    chosen = gmm.explain([(512, 128)] * 4, [(256, 128)] * 4, trans_b=True, sm=90, backend=f"cutlass: {kernel}")
-    assert (chosen.backend, chosen.kernel) == ("cutlass", kernel)
-    assert chosen.tile is not None and "x".join(map(str, chosen.tile)) in kernel
-    with gmm.use_backend(f"cutlass: {kernel}"):
-        assert gmm.explain([(512, 128)] * 4, [(256, 128)] * 4, trans_b=True, sm=90).kernel == kernel
+    taken = layouts_of(kernel)
+    assert taken, "no layout takes it"
+    for layout in taken:
+        chosen = explain_layout(kernel, layout)
+        assert (chosen.backend, chosen.kernel) == ("cutlass", kernel)
+        assert chosen.tile is not None and "x".join(map(str, chosen.tile)) in kernel
+    with gmm.use_backend(chosen.backend + ": " + chosen.kernel):
+        assert explain_layout(kernel, layout) == chosen
+
+
+def test_each_layout_has_a_kernel() -> None:
+    assert {layout for kernel in KERNELS for layout in layouts_of(kernel)} == set(LAYOUTS.values())
 
 
 def test_unknown_kernel() -> None:
@@ -61,7 +88,7 @@ def test_values(kernel: str, layout: Layout, dtype: torch.dtype, accumulate: boo
             for bias in (False, True):
                 call = make_call(groups, layout, dtype, CUDA, d_dtype=d_dtype, bias=bias, accumulate=accumulate)
                 took += bool(run(call, f"cutlass: {kernel}"))
-    if layout == FORWARD and not accumulate:
+    if layout in layouts_of(kernel) and not accumulate:
         assert took >= 4, "a kernel that is never taken"
 
 
@@ -83,9 +110,9 @@ def test_all_give_equal_bits(layout: Layout) -> None:
 @kernels
 def test_sm_margin_of_each(kernel: str) -> None:
     """Any number of SMs gives the same bits, down to two."""
-    groups = cases.ragged([300, 8, 0, 1100], 512, 256, FORWARD)
+    layout = layouts_of(kernel)[0]
+    groups = cases.ragged([300, 8, 0, 1100], 512, 256, layout)
     results = [
-        run(make_call(groups, FORWARD, BF16, CUDA), f"cutlass: {kernel}", sm_margin=margin)
-        for margin in (0, 1, 65, 130)
+        run(make_call(groups, layout, BF16, CUDA), f"cutlass: {kernel}", sm_margin=margin) for margin in (0, 1, 65, 130)
     ]
     assert all(result and same_bits(results[0], result) for result in results)

@@ -127,10 +127,10 @@ void check_offsets(const TensorView &offs, int64_t total) {
 // Runs a checked call.
 void run(Arguments &call, const GroupedShape &shape, const TensorView &out, const std::string &backend) {
   if (call.offs.present() && checks_offsets()) check_offsets(*call.offs, shape.ragged_size());
-  if (is_empty(out)) return;
   const Options &options = call.options;
-  if (shape.groups == 0) {  // all that out has is in no group
+  if (is_empty(out) || shape.groups == 0 || (shape.k == 0 && !call.bias.present())) {
     if (!options.accumulate) torch::stable::fill_(out.tensor(), 0);
+    gmm_set_last_backend("reference: no products");  // as in python/gmm/ragged/run.py
     return;
   }
   const bool cutlass = options.backend == GMM_BACKEND_CUTLASS;

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -122,10 +121,20 @@ void run(const TensorList &a, const TensorList &b, const TensorList &d, const Te
   matrices.copy_back();
 }
 
-// Calls the Python op `name` with the arguments on the stack, which `lists` give back.
-void call_reference(const char *name, StableIValue *stack, std::initializer_list<TensorList *> lists) {
-  for (TensorList *list : lists) list->release();
-  call_python(name, stack);
+// The call on Python's reference, which takes the lists over.
+void run_reference(TensorList &a, TensorList &b, TensorList &d, TensorList &bias, const Options &options,
+                   const std::string &backend) {
+  StableIValue stack[] = {a.release(),
+                          b.release(),
+                          d.release(),
+                          bias.release(),
+                          from(options.trans_a),
+                          from(options.trans_b),
+                          from(options.accumulate),
+                          from(options.allow_tf32),
+                          from(options.sm_margin),
+                          from(backend)};
+  call_python_checked("gmm::multi_tensor_gemm_reference", stack);
 }
 
 }  // namespace
@@ -149,8 +158,7 @@ void multi_tensor_gemm(StableIValue *stack, uint64_t, uint64_t) {
   check_d(a, b, d, options);
   check_bias(a, b, bias, d[0].dtype, options);
   if (options.reference) {
-    stack[9] = from(backend);
-    call_reference("gmm::multi_tensor_gemm_reference", stack, {&a, &b, &d, &bias});
+    run_reference(a, b, d, bias, options, backend);
   } else {
     run(a, b, d, bias, options);
   }
@@ -174,16 +182,16 @@ void multi_tensor_mm(StableIValue *stack, uint64_t, uint64_t) {
   const int32_t dtype = out_dtype.value_or(a[0].dtype);
   check_d_dtype("out_dtype", dtype, a[0].dtype);
   check_bias(a, b, bias, dtype, options);
-  if (options.reference) {
-    stack[5] = from(out_dtype);
-    stack[8] = from(backend);
-    call_reference("gmm::multi_tensor_mm_reference", stack, {&a, &b, &bias});
-    return;
-  }
   TensorList d = TensorList::empty(a.size());
   for (size_t i = 0; i < a.size(); ++i)
     d.push_back(empty_matrix(a[i].sizes[options.trans_a], b[i].sizes[!options.trans_b], dtype, a[0]));
-  run(a, b, d, bias, options);
+  if (options.reference) {
+    TensorList written = TensorList::empty(d.size());
+    for (const TensorView &t : d) written.push_back(t.tensor());
+    run_reference(a, b, written, bias, options, backend);
+  } else {
+    run(a, b, d, bias, options);
+  }
   stack[0] = d.release();
 }
 

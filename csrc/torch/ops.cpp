@@ -5,24 +5,25 @@
 
 #include "torch/kernels.h"
 
-// `backend`: see set_backend() in check.h. The ..._reference ops are Python's: torch.mm for each group, on any device.
+// `backend`: see set_backend() in check.h. multi_tensor_gemm_reference is Python's: torch.mm for each group, on any
+// device.
 #define GMM_GEMM_SCHEMA                                                                                       \
   "(Tensor[] a, Tensor[] b, Tensor(c!)[] d, Tensor[]? bias=None, *, bool trans_a=False, bool trans_b=False, " \
-  "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> ()"
+  "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\")"
 #define GMM_MM_SCHEMA                                                                         \
   "(Tensor[] a, Tensor[] b, Tensor[]? bias=None, *, bool trans_a=False, bool trans_b=False, " \
   "ScalarType? out_dtype=None, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> Tensor[]"
 
-// In grouped_mm_python, csrc/torch/grouped_mm.cpp hands over the calls that CUTLASS does not take.
+// In grouped_mm_python, csrc/torch/grouped_mm.cpp hands over the calls that CUTLASS does not take. Ops that return a
+// str give the text of their error: see call_python_checked() in call.h.
 #define GMM_GROUPED_OUT_SCHEMA                                                               \
   "(Tensor a, Tensor b, Tensor? offs, Tensor? bias, Tensor(e!) out, *, bool trans_b=False, " \
   "bool accumulate=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\")"
 
 STABLE_TORCH_LIBRARY(gmm, m) {
-  m.def("multi_tensor_gemm" GMM_GEMM_SCHEMA);
-  m.def("multi_tensor_gemm_reference" GMM_GEMM_SCHEMA);
+  m.def("multi_tensor_gemm" GMM_GEMM_SCHEMA " -> ()");
+  m.def("multi_tensor_gemm_reference" GMM_GEMM_SCHEMA " -> str");
   m.def("multi_tensor_mm" GMM_MM_SCHEMA);
-  m.def("multi_tensor_mm_reference" GMM_MM_SCHEMA);
   m.def(
       "grouped_mm(Tensor a, Tensor b, Tensor? offs=None, Tensor? bias=None, *, ScalarType? out_dtype=None, "
       "bool trans_b=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> Tensor");

@@ -9,7 +9,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "torch/strides.h"
@@ -108,18 +107,18 @@ class TensorArgument {
 class TensorList {
  public:
   static TensorList required(StableIValue value) {
-    return TensorList(torch::stable::detail::to<StableListHandle>(value), nullptr);
+    return TensorList(value, torch::stable::detail::to<StableListHandle>(value), nullptr);
   }
 
   static TensorList optional(StableIValue value) {
     auto *box = torch::stable::detail::to<StableIValue *>(value);
-    return TensorList(box ? torch::stable::detail::to<StableListHandle>(*box) : nullptr, box);
+    return TensorList(value, box ? torch::stable::detail::to<StableListHandle>(*box) : nullptr, box);
   }
 
   static TensorList empty(size_t capacity) {
     StableListHandle list;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_new_list_reserve_size(capacity, &list));
-    return TensorList(list, nullptr);
+    return TensorList(torch::stable::detail::from(list), list, nullptr);
   }
 
   TensorList(const TensorList &) = delete;
@@ -138,8 +137,11 @@ class TensorList {
     views_.emplace_back(torch::stable::detail::to<AtenTensorHandle>(item));
   }
 
-  // Gives list and tensors up, to be put on the stack.
-  StableIValue release() { return torch::stable::detail::from(std::exchange(list_, nullptr)); }
+  // Gives list and tensors up, to be put on a stack.
+  StableIValue release() {
+    list_ = nullptr;
+    return value_;
+  }
 
   bool present() const { return list_ != nullptr; }
   size_t size() const { return views_.size(); }
@@ -148,7 +150,7 @@ class TensorList {
   auto end() const { return views_.end(); }
 
  private:
-  TensorList(StableListHandle list, StableIValue *box) : list_(list), box_(box) {
+  TensorList(StableIValue value, StableListHandle list, StableIValue *box) : value_(value), list_(list), box_(box) {
     if (!list) return;
     size_t size;
     STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(list, &size));
@@ -160,6 +162,7 @@ class TensorList {
     }
   }
 
+  StableIValue value_;
   StableListHandle list_;
   StableIValue *box_;
   std::vector<TensorView> views_;

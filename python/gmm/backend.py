@@ -85,7 +85,11 @@ def without_kernel(text: str) -> str:
 
 
 def last_backend() -> str:
-    """What ran this thread's last call, as "backend: kernel"; "" before the first. Does not synchronise."""
+    """What ran this thread's last call, as "backend: kernel"; "" before the first. Does not synchronise.
+
+    A grouped_mm that had nothing to multiply is "reference: no products" on every device. With CUDA tensors, backward
+    runs in a thread of autograd's, whose calls are not this thread's.
+    """
     return core.last_backend()
 
 

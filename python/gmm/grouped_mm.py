@@ -10,10 +10,9 @@ from torch import Tensor
 import gmm.ragged.run  # noqa: F401  registers the CPU kernels
 from gmm.backend import parse, resolve
 from gmm.ops import allows_tf32
-from gmm.ragged.autograd import GroupedMM, autocast, autocast_is_on, below_autograd, records, without_autocast
-from gmm.ragged.check import check_grouped, check_weight_grad_out
+from gmm.ragged.autograd import apply, call
+from gmm.ragged.check import check_grouped
 
-_mm = torch.ops.gmm.grouped_mm.default
 _mm_out = torch.ops.gmm.grouped_mm_out.default
 
 
@@ -58,8 +57,8 @@ def grouped_mm(
             never read.
         sm_margin: SMs to leave to other kernels, such as communication; on backends that can.
         weight_grad_out: a tensor of b's shape, in float32 or the dtype of b (Megatron's main_grad): backward adds the
-            gradient of b to it, without a temporary, and gives b itself none (so that no hook of b sees one). It is
-            left alone where b does not require grad.
+            gradient of b to it, without a temporary, and gives b itself none (so that no hook of b sees one). b must
+            require grad, but where grad mode is off: then there is no backward, and it is left alone.
         backend: "auto", "cutlass", "triton", "cublas" or "reference". A named one must take the call. None: what
             gmm.use_backend set, then the environment variable GMM_BACKEND, then "auto". See gmm.explain.
 
@@ -70,7 +69,8 @@ def grouped_mm(
         RuntimeError: shapes, dtypes or devices contradict (with argument, expected, got); a backend asked for cannot
             take the call (with the reason); out is given and an argument requires grad while grad mode is on. Nothing
             has been written then.
-        ValueError: unknown backend; accumulate without out; out_dtype or weight_grad_out with out.
+        ValueError: unknown backend; accumulate without out; out_dtype or weight_grad_out with out; weight_grad_out for
+            a b that does not require grad, while grad mode is on.
 
     The host does not read offs. Ends that decrease or leave the buffer never cause an access out of bounds: the CPU and
     CUTLASS clamp each to the buffer and to the greatest before it; with Triton, what out then holds is undefined. With
@@ -78,8 +78,9 @@ def grouped_mm(
 
     Under torch.autocast a and b are cast to its dtype and bias to that of the result, as by torch.mm; with out nothing
     is. float32 products use TF32 only where torch.backends.cuda.matmul allows it. The gradient of b has b's layout: for
-    a transposed view of contiguous weights it is such a view. Derivatives are those of backward, of any order (with
-    weight_grad_out of the first); there is no forward mode, vmap or torch.func.grad.
+    a transposed view of contiguous weights it is such a view. Derivatives are those of backward, of any order, also by
+    torch.func (with weight_grad_out of the first, and by backward alone); there is no forward mode. torch.vmap calls
+    the op for each element.
 
     Never synchronises with the device, but on the cublas backend, which copies offs to the host: the choice only below
     sm80, or when asked for. May be compiled with fullgraph=True, and captured in a CUDA graph, whose replays read what
@@ -88,15 +89,13 @@ def grouped_mm(
     name = resolve(backend)
     allow_tf32 = a.dtype is torch.float32 and allows_tf32()
     if out is None and not accumulate and weight_grad_out is None:
-        call = _mm if records(a, b, bias) else below_autograd
         return call(a, b, offs, bias, **_differing(out_dtype, trans_b, allow_tf32, sm_margin, name))
     options = {"trans_b": trans_b, "allow_tf32": allow_tf32, "sm_margin": sm_margin, "backend": name}
     if out is not None:
         return _write(a, b, offs, bias, out, accumulate, out_dtype, weight_grad_out, options)
     if accumulate:
         raise ValueError("accumulate: expected out to add to, got None")
-    assert weight_grad_out is not None
-    return _with_weight_grad_out(a, b, offs, bias, out_dtype, weight_grad_out, options)
+    return apply(a, b, offs, bias, weight_grad_out, out_dtype=out_dtype, **options)
 
 
 def _differing(
@@ -144,23 +143,6 @@ def _write(
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
     return out
-
-
-def _with_weight_grad_out(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    weight_grad_out: Tensor,
-    options: dict[str, Any],
-) -> Tensor:
-    """The autograd function itself, which the op cannot give a tensor to write into."""
-    if autocast_is_on(a.device):
-        a, b, bias = autocast(a, b, bias, out_dtype)
-    check_weight_grad_out(weight_grad_out, b, a.dtype)
-    with without_autocast(a.device):
-        return GroupedMM.apply(a, b, offs, bias, weight_grad_out, {"out_dtype": out_dtype, **options})
 
 
 @torch.library.register_fake("gmm::grouped_mm")

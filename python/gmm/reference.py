@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gmm._library import core
-from gmm.backend import check_reference
+from gmm.backend import check_reference, text_of_error
 from gmm.check import check_call
 
 
@@ -69,6 +69,5 @@ def multi_tensor_mm(
 
 
 torch.library.impl("gmm::multi_tensor_gemm", "cpu", multi_tensor_gemm)
-torch.library.impl("gmm::multi_tensor_gemm_reference", "default", multi_tensor_gemm)
+torch.library.impl("gmm::multi_tensor_gemm_reference", "default", text_of_error(multi_tensor_gemm))
 torch.library.impl("gmm::multi_tensor_mm", "cpu", multi_tensor_mm)
-torch.library.impl("gmm::multi_tensor_mm_reference", "default", multi_tensor_mm)

@@ -148,6 +148,69 @@ static void test_choice(void) {
   CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
 }
 
+/* Forward of 4096 tokens, or the weight gradient, with the ends in device memory. */
+static void ragged(Call *call, gmm_form form) {
+  forward(call);
+  if (form == GMM_RAGGED_K) {
+    call->a[0] = matrix(768, 4096, 1);
+    call->b[0] = matrix(4096, 2048, 0);
+    call->d[0] = matrix(768, 2048, 0);
+    call->args.stride_d = 768 * 2048;
+  } else {
+    call->args.stride_b = 2048 * 768;
+  }
+  call->args.form = form;
+  call->args.offs = address(4);
+}
+
+static void test_ragged(void) {
+  static const gmm_form kForms[] = {GMM_RAGGED_M, GMM_RAGGED_K};
+  Call call;
+  gmm_plan_result result;
+
+  for (int i = 0; i < 2; ++i) {
+    const gmm_form form = kForms[i];
+    ragged(&call, form);
+    CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
+    CHECK(result.backend == GMM_BACKEND_CUTLASS && result.launches == 1);
+    CHECK(strncmp(result.kernel, "sm90_", 5) == 0 && result.tile_m > 0);
+    CHECK(strstr(result.reason[GMM_BACKEND_CUBLAS], "on the host"));
+
+    CHECK(plan(&call, &kA100, &result) == GMM_ERROR_UNSUPPORTED);
+    CHECK(strstr(gmm_last_error(), "sm80") && strstr(gmm_last_error(), "on the host"));
+    CHECK(strstr(result.reason[GMM_BACKEND_CUTLASS], "sm80"));
+
+    call.args.d_dtype = GMM_FP32;
+    call.args.accumulate = 1;
+    CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && result.backend == GMM_BACKEND_CUTLASS);
+
+    ragged(&call, form);
+    call.args.offs = NULL;
+    INVALID(&call, "offs", "NULL");
+    call.args.offs = address(2);
+    INVALID(&call, "offs", "4-byte");
+    call.args.offs = address(4);
+    call.args.offs_int64 = 1;
+    INVALID(&call, "offs", "8-byte");
+    ragged(&call, form);
+    call.args.stride_b = call.args.stride_d = -1;
+    INVALID(&call, form == GMM_RAGGED_M ? "stride_b" : "stride_d", "-1");
+    ragged(&call, form);
+    call.b[0] = matrix(call.b[0].rows + 8, call.b[0].cols, call.b[0].column_major);
+    INVALID(&call, "b[0]", "rows");
+  }
+
+  ragged(&call, GMM_RAGGED_M);
+  call.args.bias = call.bias;
+  call.args.stride_bias = 768;
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && result.backend == GMM_BACKEND_CUTLASS);
+  ragged(&call, GMM_RAGGED_K);
+  call.args.bias = call.bias;
+  INVALID(&call, "bias", "GMM_RAGGED_K");
+  ragged(&call, (gmm_form)3);
+  INVALID(&call, "form", "3");
+}
+
 static void test_invalid_calls(void) {
   Call call;
   gmm_plan_result result;
@@ -221,6 +284,7 @@ static void test_invalid_calls(void) {
 int main(void) {
   test_facts();
   test_choice();
+  test_ragged();
   test_invalid_calls();
   printf("plan.c: all as expected, gmm %s\n", gmm_version());
   return 0;

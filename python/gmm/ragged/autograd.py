@@ -18,9 +18,11 @@ from torch.autograd import forward_ad
 
 from gmm.backend import without_kernel
 from gmm.check import DTYPES
+from gmm.ragged.check import check_weight_grad_out
 
 _mm = torch.ops.gmm.grouped_mm.default
 _mm_out = torch.ops.gmm.grouped_mm_out.default
+_DEFAULTS = {"trans_b": False, "allow_tf32": False, "sm_margin": 0, "backend": "auto"}
 
 
 class GroupedMM(torch.autograd.Function):
@@ -36,18 +38,51 @@ class GroupedMM(torch.autograd.Function):
         weight_grad_out: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        y = below_autograd(a, b, offs, bias, **options)
-        needs_a, needs_b = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
-        ctx.options, ctx.weight_grad_out = options, weight_grad_out
-        ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
-        ctx.a_column_major, ctx.b_column_major = _is_column_major(a), _is_column_major(b)
-        return y
+        _save(ctx, a, b, offs, bias, weight_grad_out, options)
+        return below_autograd(a, b, offs, bias, **options)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         with without_autocast(dy.device):  # backward may have been called within a region of it
             return _gradients(ctx, dy)
+
+
+class TransformedGroupedMM(GroupedMM):
+    """The same in the form that torch.func asks for, which takes twice the host time."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None,
+        bias: Tensor | None,
+        weight_grad_out: Tensor | None,
+        options: dict[str, Any],
+    ) -> Tensor:
+        return below_autograd(a, b, offs, bias, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _save(ctx, *inputs)
+
+
+def _save(
+    ctx: Any,
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    weight_grad_out: Tensor | None,
+    options: dict[str, Any],
+) -> None:
+    """What backward needs."""
+    needs_a, needs_b = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
+    ctx.options, ctx.weight_grad_out = options, weight_grad_out
+    ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
+    ctx.a_column_major, ctx.b_column_major = _is_column_major(a), _is_column_major(b)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -56,9 +91,9 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
     trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
     options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
+    if backend.startswith("cutlass"):
+        dy = dy.contiguous()  # it must take the call, and would refuse an expanded dy
     factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
-    if backend == "cutlass":
-        factor = factor.contiguous()  # it must take the call, and would refuse an expanded gradient
     da = db = dbias = None
     if needs_a:
         da = _product(factor, b if trans_b else b.mT, offs, ctx.a_column_major, options)
@@ -68,7 +103,7 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         db = _product(a.mT, factor, offs, ctx.b_column_major != trans_b, options)
         db = db.mT if trans_b else db
     if needs_bias:
-        dbias = _sums(dy, offs).to(ctx.bias_dtype)
+        dbias = _sums(dy, offs, options).to(ctx.bias_dtype)
     return da, db, None, dbias, None, None
 
 
@@ -78,7 +113,7 @@ def _is_column_major(x: Tensor) -> bool:
 
 def _product(x: Tensor, y: Tensor, offs: Tensor | None, column_major: bool, options: dict[str, Any]) -> Tensor:
     """x @ y; column-major as the tensor that it is the gradient of."""
-    return _mm(y.mT, x.mT, offs, **options).mT if column_major else _mm(x, y, offs, **options)
+    return call(y.mT, x.mT, offs, None, **options).mT if column_major else call(x, y, offs, None, **options)
 
 
 def _add_product(
@@ -92,11 +127,20 @@ def _add_product(
         torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
 
 
-def _sums(dy: Tensor, offs: Tensor | None) -> Tensor:
-    """The sum of each group's rows in float32: [G, N]."""
+def _sums(dy: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
+    """The sum of each group's rows in float32: [G, N].
+
+    A product with ones, in the layout of a weight gradient and 8 at a time: CUTLASS reads rows of 16 bytes. It is the
+    one product here that CUTLASS cannot take for a float32 dy, which is not rounded for it.
+    """
     if offs is None:
         return dy.sum(1, dtype=torch.float32)
-    return _mm(dy.new_ones((1, dy.shape[0])), dy, offs, out_dtype=torch.float32).squeeze(1)
+    backend = options["backend"]
+    if dy.dtype is torch.float32 and backend.startswith("cutlass"):
+        backend = "auto"
+    ones = dy.new_ones((dy.shape[0], 8))
+    options = {**options, "allow_tf32": False, "backend": backend}
+    return call(ones.t(), dy, offs, None, out_dtype=torch.float32, **options)[:, 0].contiguous()
 
 
 def _autograd_kernel(
@@ -121,6 +165,36 @@ def _autograd_kernel(
     if records(a, b, bias):
         return GroupedMM.apply(a, b, offs, bias, None, options)
     return below_autograd(a, b, offs, bias, **options)
+
+
+def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:
+    """The op by the shortest way that the call allows."""
+    if not records(a, b, bias):
+        return below_autograd(a, b, offs, bias, **options)
+    if _within_torch_func():
+        return apply(a, b, offs, bias, None, **options)  # which the op's autograd kernel cannot do for torch.func
+    return _mm(a, b, offs, bias, **options)
+
+
+def apply(
+    a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, weight_grad_out: Tensor | None, **options: Any
+) -> Tensor:
+    """The autograd function itself, with the autocast rule: the op cannot give it a tensor to write into."""
+    if autocast_is_on(a.device):
+        a, b, bias = autocast(a, b, bias, options.get("out_dtype"))
+    if weight_grad_out is not None:
+        if _within_torch_func():
+            raise RuntimeError(
+                "weight_grad_out: expected None under torch.func, whose gradients are results, got a tensor"
+            )
+        check_weight_grad_out(weight_grad_out, b, a.dtype)
+    function = TransformedGroupedMM if weight_grad_out is None else GroupedMM
+    with without_autocast(a.device):
+        return function.apply(a, b, offs, bias, weight_grad_out, {**_DEFAULTS, **options})
+
+
+def _within_torch_func() -> bool:
+    return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
 
 
 def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, **options: Any) -> Tensor:

@@ -73,7 +73,9 @@ def check_grouped(
 
 
 def check_weight_grad_out(x: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Whether the gradient of b, made of factors in dtype, can be added to x."""
+    """Whether the gradient of b, made of factors in dtype, can be added to x. Raises ValueError where b has none."""
+    if torch.is_grad_enabled() and not b.requires_grad:
+        raise ValueError("weight_grad_out: expected a b that requires grad, as its gradient is what is added")
     check(list(x.shape) == list(b.shape), "weight_grad_out: expected shape {}, got {}", list(b.shape), list(x.shape))
     check_d_dtype("weight_grad_out", x.dtype, dtype, "b")
     expected = "weight_grad_out: expected a tensor on {} (where b is), got one on {}"

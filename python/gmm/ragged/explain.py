@@ -14,7 +14,7 @@ from gmm.check import dtype_name
 from gmm.ops import allows_tf32
 from gmm.plan import Operand, Plan, address, as_tensor, cuda_ordinal, plan_list, stored_batch
 from gmm.ragged.check import Shape, check_grouped
-from gmm.ragged.run import kernel_name, refusal
+from gmm.ragged.run import has_no_product, kernel_name, refusal
 from gmm.triton import cache
 from gmm.triton.call import describe
 from gmm.triton.configs import choose
@@ -56,6 +56,9 @@ def plan_grouped(
     tensors = _Tensors(a, b, offs, bias, out, shape)
 
     choice = parse(resolve(backend))
+    if has_no_product(a, offs, bias, out):
+        reasons = {name: "there is nothing to multiply" for name in _ORDER}
+        return Plan("reference", "no products", None, int(out.numel() > 0 and not accumulate), 1, 0, 0, reasons)
     common: dict[str, Any] = {"accumulate": accumulate, "sm_margin": sm_margin, "sm": sm, "sm_count": sm_count}
     on_host = sm is None and cuda_ordinal(device) is None
     plans: dict[str, Plan | str] = {
@@ -89,8 +92,6 @@ def _plan_cutlass(
 ) -> Plan | str:
     """The library's own plan, or why CUTLASS refuses."""
     a, b, offs, bias, out, shape = call
-    if shape.groups == 0 or out.numel() == 0:
-        return "there is nothing to multiply"
     if offs is not None and not offs.is_contiguous():
         return "it reads contiguous offs"
     result = core.plan_grouped(

@@ -37,12 +37,21 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
     if why_not is not None:
         refuse(choice, why_not)
         _mm_out(a, b, offs, bias, out, **options._replace(backend="auto")._asdict())
+    elif has_no_product(a, offs, bias, out):
+        if not options.accumulate:
+            out.zero_()
+        core.set_last_backend("reference: no products")
     elif name == "triton":
         config = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
-        if config is not None:
-            core.set_last_backend(f"triton: {kernel_name(config)}")
+        core.set_last_backend(f"triton: {kernel_name(config)}")
     else:
         _run_list(name, a, b, offs, bias, out, options)
+
+
+def has_no_product(a: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor) -> bool:
+    """Whether out is empty, or all of it in no group, or a sum of nothing: no backend is needed for that."""
+    groups = (a if offs is None else offs).shape[0]
+    return out.numel() == 0 or groups == 0 or (a.shape[-1] == 0 and bias is None)
 
 
 def first_backend(device: torch.device) -> str:
@@ -75,18 +84,14 @@ def _run_list(
     backend: str, a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor, options: Options
 ) -> None:
     """The list form, on slices. Copies offs to the host, which synchronises with a GPU."""
-    groups = a.shape[0] if offs is None else offs.shape[0]
     total = {(2, 3): a.shape[0], (3, 2): b.shape[-1], (2, 2): a.shape[-1]}.get((a.dim(), b.dim()), 0)
-    ends = [0] * groups if offs is None else clamped(offs.tolist(), total)
-    last = ends[-1] if ends else 0
+    ends = [0] * a.shape[0] if offs is None else clamped(offs.tolist(), total)
     lists: tuple[list[Tensor], ...] = ([], [], [], [])
     for g, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if offs is None:
             slices = a[g], b[g], out[g]
         elif a.dim() == b.dim():
             slices = a[:, start:end], b[start:end], out[g]
-        elif start == end:
-            continue
         elif a.dim() < b.dim():
             slices = a[start:end], b[g], out[start:end]
         else:
@@ -94,11 +99,10 @@ def _run_list(
         for slices_so_far, x in zip(lists, (*slices, *(() if bias is None else (bias[g],)))):
             slices_so_far.append(x)
     if offs is not None and a.dim() != b.dim() and not options.accumulate:
-        (out[last:] if a.dim() < b.dim() else out[:, last:]).zero_()
-    if lists[0]:
-        a_list, b_list, d_list, bias_list = lists
-        more = options._replace(backend=backend)._asdict()
-        torch.ops.gmm.multi_tensor_gemm.default(a_list, b_list, d_list, bias_list or None, **more)
+        (out[ends[-1] :] if a.dim() < b.dim() else out[:, ends[-1] :]).zero_()
+    a_list, b_list, d_list, bias_list = lists
+    more = options._replace(backend=backend)._asdict()
+    torch.ops.gmm.multi_tensor_gemm.default(a_list, b_list, d_list, bias_list or None, **more)
 
 
 def clamped(ends: list[int], total: int) -> list[int]:

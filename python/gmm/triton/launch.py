@@ -43,7 +43,8 @@ def grouped_mm(
     Args:
         a, b: bfloat16, float16 or float32, of one dtype; any strides, also overlapping, and any alignment.
         offs: [G], int32 or int64, on the device of a. A value outside of the buffer counts as its nearest end. Where
-            they decrease the result is undefined, but nothing outside of the tensors is read or written.
+            they decrease, rows and columns of out may hold the product of another group, or be left as they were:
+            programs search their group by halving. Nothing outside of the tensors is read or written.
         out: the dtype of a, or float32; any strides that do not overlap. Rows or columns from offs[-1] on and groups
             with nothing to contract over get zeros, or stay as they were when accumulating.
         bias: [G, N], added to the rows of group g.
@@ -53,7 +54,8 @@ def grouped_mm(
     Does not synchronise. May be captured in a CUDA graph after a first call of the same kind. Equal from run to run; a
     row does not depend on other rows and groups, but for the tile that the average of rows a group chooses.
     """
-    run(a, b, offs, out, bias, accumulate, allow_tf32)
+    if out.numel() > 0:
+        run(a, b, offs, out, bias, accumulate, allow_tf32)
 
 
 def supports(device: torch.device) -> str | None:
@@ -144,10 +146,8 @@ def run(
     accumulate: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
-) -> Config | None:
-    """grouped_mm, with that tile or the one that is chosen. Returns it; None where there is nothing to do."""
-    if out.numel() == 0:
-        return None
+) -> Config:
+    """grouped_mm for an out that is not empty, with that tile or the one that is chosen. Returns it."""
     offs = None if offs is None else offs.contiguous()
     key, tokens = signature(a, b, offs, out, bias, accumulate, allow_tf32)
     plan = _plans.get((key, config))
