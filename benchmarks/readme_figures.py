@@ -11,13 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-RESULTS = ROOT / "benchmarks" / "results" / "multi_tensor_gemm.json"
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: written by benchmarks/readme_figures.py -->\n", "<!-- end of figures -->\n"
 
 
-def figures() -> str:
-    """Markdown of the tables."""
-    results = json.loads(RESULTS.read_text())
+def lists() -> str:
+    """Markdown of the tables of multi_tensor_gemm."""
+    results = json.loads((RESULTS / "multi_tensor_gemm.json").read_text())
     lines = [
         f"{results['gpu']}, driver {results['driver']}, torch {results['torch']}, {results['date']}; bf16; "
         "TFLOP/s of real rows, medians of `do_bench`, methods interleaved in one run, called eagerly.",
@@ -40,6 +40,38 @@ def figures() -> str:
     for groups in sorted({groups for groups, _ in host}):
         lines.append(f"| {groups} | {host[groups, 'cutlass']:.0f} | {host[groups, 'cublas']:.0f} |")
     return "\n".join(lines) + "\n"
+
+
+def ragged() -> str:
+    """Markdown of the table of grouped_mm."""
+    results = json.loads((RESULTS / "grouped_mm.json").read_text())
+    methods = ("cutlass", "triton", "torch", "dense")
+    rates = f"{results['dense_tflops']:.0f} TFLOP/s and {results['copy_tb_s']:.1f} TB/s"
+    columns = (
+        *(f"`{m}`" for m in methods[:2]),
+        "`torch._grouped_mm`",
+        "dense `torch.mm`",
+        "`cutlass` / torch",
+        "floor",
+    )
+    lines = [
+        f"The same machine, {results['date']}. `floor`: the share of the FLOPs' or the bytes' own time, whichever is "
+        f"longer, at the rates of a large `torch.mm` and a copy in the same run ({rates}).",
+        "",
+        f"| experts × average tokens, N × K | pass | {' | '.join(columns)} |",
+        "|---" * (2 + len(columns)) + "|",
+    ]
+    for row in results["rows"]:
+        shape = f"{row['groups']} × {row['tokens']} {row['spread']}, {row['n']} × {row['k']}"
+        tflops = [f"{row['tflops'][m]:.0f}" if m in row["tflops"] else "–" for m in methods]
+        ratio = f"{row['us']['torch'] / row['us']['cutlass']:.2f}" if "torch" in row["us"] else "–"
+        lines.append("| " + " | ".join([shape, row["pass"], *tflops, ratio, f"{row['ratios']['floor']:.2f}"]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def figures() -> str:
+    """Markdown of all tables."""
+    return f"### Lists\n\n{lists()}\n### `grouped_mm`\n\n{ragged()}"
 
 
 def updated(readme: str) -> str:

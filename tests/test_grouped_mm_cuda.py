@@ -68,6 +68,46 @@ def test_no_synchronisation_row_6(backend: str, no_sync: Callable[[], None]) -> 
         gmm.grouped_mm(leaves[0], leaves[1], offs, weight_grad_out=main_grad).sum().backward()
 
 
+@pytest.mark.parametrize("form", ("grouped_mm", "list"))
+def test_counter_of_tiles_in_dirty_memory(form: str) -> None:
+    """CUTLASS's clusters share a counter in the workspace, where groups are uneven. What the memory held before is
+    nothing to it, nor are other calls, other streams and replays."""
+    require("cutlass")
+    counts = [700, 0, 96, 1300, 33, 2048, 400, 512]
+    x, w, offs = operands("ragged_m", ends_of(counts), 0, 768, 256, BF16, CUDA)
+    parts, experts = x.split(counts), w.unbind()
+
+    def call(out: Tensor) -> None:
+        if form == "list":
+            gmm.multi_tensor_gemm(parts, experts, out.split(counts), backend="cutlass")
+        else:
+            gmm.grouped_mm(x, w, offs, out=out, backend="cutlass")
+
+    def poison() -> None:  # what the allocator hands out next
+        for fill in (0, -1, 0x5A5A5A5A):
+            torch.full((128,), fill, dtype=torch.int32, device=CUDA)
+
+    first = torch.full((len(x), 768), float("nan"), dtype=BF16, device=CUDA)
+    call(first)
+    compare(first, *expected(x, w, offs, first, None, False))
+    streams, outs = [torch.cuda.Stream() for _ in range(3)], [torch.empty_like(first) for _ in range(3)]
+    graph, captured = torch.cuda.CUDAGraph(), torch.empty_like(first)
+    with torch.cuda.graph(graph):
+        call(captured)
+    for _ in range(30):
+        captured.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        for stream, out in zip(streams, outs, strict=True):
+            with torch.cuda.stream(stream):
+                out.fill_(float("nan"))
+                poison()
+                call(out)
+                call(out)
+        torch.cuda.synchronize()
+        assert all(torch.equal(first, out) for out in (*outs, captured))
+
+
 def test_cublas_synchronises_and_says_so(no_sync: Callable[[], None]) -> None:
     x, w, offs = operands("ragged_m", [5, 9], 0, 16, 8, BF16, CUDA)
     run(x, w, offs, "cublas")

@@ -135,6 +135,7 @@ FORWARD_TAKEN: dict[str, dict[str, Any]] = {
 WGRAD_TAKEN: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp32_out": {"out_dtype": FP32},
+    "accumulate": {"d": empty(4, 128, 64), "accumulate": True},
     "accumulate_fp32": {"d": empty(4, 128, 64, dtype=FP32), "accumulate": True},
     "odd_rows_padded": {"a": empty(1024, 128)[:, :127].t()},
     "ones_of_a_bias": {"a": empty(1024, 8).t(), "out_dtype": FP32},

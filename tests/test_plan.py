@@ -148,6 +148,11 @@ def test_workspace_is_modest() -> None:
     assert plan([Group(64, 128, 72)] * 1024, backend="cublas").workspace_bytes <= 4 * 64 * 2**20
 
 
+def test_huge_products_keep_to_one_cublas_stream() -> None:
+    assert plan([Group(4096, 28672, 4096)] * 8, backend="cublas").streams == 1
+    assert plan([Group(4096, 28672, 4096), Group(64, 128, 72)], backend="cublas").streams == 2
+
+
 def test_number_of_cublas_streams(python: Callable[..., Any]) -> None:
     """GMM_CUBLAS_STREAMS; what is no number of streams is an error that says so."""
     code = """

@@ -85,12 +85,13 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
   }
   // Both families sum a row's products in the same order, so the choice never changes a bit of the result.
   std::string refused;
-  if (sm90::descriptor_array::accepts(args, why ? &refused : nullptr)) {
+  sm90::descriptor_array::Launches launches;
+  if (sm90::descriptor_array::accepts(args, launches, why ? &refused : nullptr)) {
     const sm90::Kernel *asked = find_kernel(args.kernel, sm90::descriptor_array::kKernels);
     if (!args.kernel || (asked && sm90::descriptor_array::takes(*asked, args))) {
       plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args);
       if (plan.products > 0) {
-        plan.launches = sm90::descriptor_array::launches(args).count;
+        plan.launches = launches.count;
         plan.workspace_bytes = sm90::descriptor_array::kWorkspaceBytes;
       }
       return true;

@@ -39,9 +39,15 @@ bool accepts(const gmm_args &args, int sm, std::string *why) {
 }
 
 int choose_streams(const gmm_args &args) {
+  constexpr double kManyTiles = 4096. * 128 * 128;
   int products = 0;
-  for (int i = 0; i < args.num_groups; ++i) products += has_product(args, i);
-  return std::clamp(products, 1, max_streams());
+  bool fills = true;  // each product the GPU many times over
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (!has_product(args, i)) continue;
+    ++products;
+    fills = fills && double(args.d[i].rows) * double(args.d[i].cols) >= kManyTiles;
+  }
+  return fills ? 1 : std::clamp(products, 1, max_streams());
 }
 
 }  // namespace gmm::cublas

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <numeric>
 #include <random>
 
 #include "core/groups.h"
@@ -134,23 +133,26 @@ class Batch {
 
   // The groups whose tiles take longest first, and the numbers of tiles (see schedule.cuh).
   void order_shapes() {
-    GroupShape shapes[kLarge.groups];
-    int order[kLarge.groups], time[kLarge.groups];
-    std::copy_n(params_.shapes, params_.groups, shapes);
-    std::iota(order, order + params_.groups, 0);
-    for (int i = 0; i < params_.groups; ++i) {
-      const int m_tiles = (shapes[i].m + launch_.tile_rows - 1) / launch_.tile_rows;
-      time[i] = launch_.tokens_in_k() ? shapes[i].k : (shapes[i].m + m_tiles - 1) / m_tiles;
-    }
-    std::stable_sort(order, order + params_.groups, [&](int i, int j) { return time[i] > time[j]; });
+    const auto time = [&](const GroupShape &shape) {
+      if (launch_.tokens_in_k()) return shape.k;
+      const int m_tiles = (shape.m + launch_.tile_rows - 1) / launch_.tile_rows;
+      return (shape.m + m_tiles - 1) / m_tiles;
+    };
+    uint64_t order[kLarge.groups];  // time and index: sorts as one number, equal times in the caller's order
+    const int groups = params_.groups;
+    for (int i = 0; i < groups; ++i) order[i] = uint64_t(INT32_MAX - time(params_.shapes[i])) << 32 | i;
     // As the ragged kernel decides, in units of 16 rows.
-    const int longest = time[order[0]], shortest = time[order[params_.groups - 1]];
-    params_.equal_tiles = !launch_.tokens_in_k() && (longest + 15) / 16 == (shortest + 15) / 16;
-    int64_t tiles = 0;
-    for (int i = 0; i < params_.groups; ++i) {
-      params_.shapes[i] = shapes[order[i]];
-      params_.shapes[i].tiles_end = int(tiles += cluster_tiles(params_.shapes[i]));
+    const auto [first, last] = std::minmax_element(order, order + groups);
+    const auto units = [](uint64_t entry) { return (INT32_MAX - int(entry >> 32) + 15) / 16; };
+    params_.equal_tiles = !launch_.tokens_in_k() && units(*first) == units(*last);
+    if (!std::is_sorted(order, order + groups)) {
+      std::sort(order, order + groups);
+      GroupShape shapes[kLarge.groups];
+      std::copy_n(params_.shapes, groups, shapes);
+      for (int i = 0; i < groups; ++i) params_.shapes[i] = shapes[uint32_t(order[i])];
     }
+    int64_t tiles = 0;
+    for (int i = 0; i < groups; ++i) params_.shapes[i].tiles_end = int(tiles += cluster_tiles(params_.shapes[i]));
   }
 
   // Tiles of a cluster: pairs along one dimension of D, and a last one without a neighbour shared by two along the

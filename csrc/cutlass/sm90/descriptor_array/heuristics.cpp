@@ -56,7 +56,29 @@ bool accepts_group(const gmm_args &args, int i, bool in_k, std::string *why) {
   return true;
 }
 
-bool accepts_list(const gmm_args &args, std::string *why) {
+Launches count_launches(const gmm_args &args) {
+  const int d_bytes = bytes_of(args.d_dtype);
+  int count = 0;
+  Capacity used = kLarge;  // of the current launch; the first group opens one
+  const gmm_matrix *a = nullptr, *d = nullptr;
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (!has_product(args, i)) continue;
+    const bool shares = a && !args.a[i].column_major;
+    int maps = 3 - (shares && continues(*a, args.a[i], 2)) - (shares && continues(*d, args.d[i], d_bytes));
+    if (used.maps + maps > kLarge.maps || used.groups + 1 > kLarge.groups) {
+      ++count;
+      used = {0, 0};
+      maps = 3;
+    }
+    used.maps += maps;
+    used.groups += 1;
+    a = &args.a[i];
+    d = &args.d[i];
+  }
+  return {count, count <= 1 && used.maps <= kSmall.maps && used.groups <= kSmall.groups};
+}
+
+bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
   int64_t tiles = 0, rows = 0;  // 32-bit in the kernel
   const gmm_matrix *first_a = nullptr, *first_b = nullptr;
   for (int i = 0; i < args.num_groups; ++i) {
@@ -69,10 +91,10 @@ bool accepts_list(const gmm_args &args, std::string *why) {
   }
   if (tiles >= INT32_MAX || rows >= INT32_MAX) return refuse(why, "more tiles or rows than 32 bits count");
   if (first_b && args.bias && tokens_in_k(*first_a, *first_b)) return refuse(why, "bias with a transposed a");
-  const Launches needed = launches(args);
-  if (needed.count > kMaxLaunches) return refuse(why, "%d groups need %d launches", args.num_groups, needed.count);
+  launches = count_launches(args);
+  if (launches.count > kMaxLaunches) return refuse(why, "%d groups need %d launches", args.num_groups, launches.count);
   const bool fp32 = args.d_dtype == GMM_FP32, in_k = first_b && tokens_in_k(*first_a, *first_b);
-  if (!needed.small && (in_k ? args.accumulate && !fp32 : args.accumulate || fp32))
+  if (!launches.small && (in_k ? args.accumulate && !fp32 : args.accumulate || fp32))
     return refuse(why, "%d groups need large parameters, which no kernel for this D takes", args.num_groups);
   return true;
 }
@@ -101,38 +123,16 @@ bool first_is_column_major(const gmm_args &args) {
 
 }  // namespace
 
-bool accepts(const gmm_args &args, std::string *why) {
+bool accepts(const gmm_args &args, Launches &launches, std::string *why) {
   if (args.ab_dtype == GMM_FP32) return refuse(why, "takes bf16 and fp16 inputs, got fp32");
-  return args.form == GMM_LIST ? accepts_list(args, why) : accepts_ragged(args, why);
+  launches = {1, true};
+  return args.form == GMM_LIST ? accepts_list(args, launches, why) : accepts_ragged(args, why);
 }
 
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes) {
   return next.ld == previous.ld && next.cols == previous.cols &&
          static_cast<char *>(next.data) ==
              static_cast<char *>(previous.data) + previous.rows * previous.ld * element_bytes;
-}
-
-Launches launches(const gmm_args &args) {
-  if (args.form != GMM_LIST) return {1, true};
-  const int d_bytes = bytes_of(args.d_dtype);
-  int count = 0;
-  Capacity used = kLarge;  // of the current launch; the first group opens one
-  const gmm_matrix *a = nullptr, *d = nullptr;
-  for (int i = 0; i < args.num_groups; ++i) {
-    if (!has_product(args, i)) continue;
-    const bool shares = a && !args.a[i].column_major;
-    int maps = 3 - (shares && continues(*a, args.a[i], 2)) - (shares && continues(*d, args.d[i], d_bytes));
-    if (used.maps + maps > kLarge.maps || used.groups + 1 > kLarge.groups) {
-      ++count;
-      used = {0, 0};
-      maps = 3;
-    }
-    used.maps += maps;
-    used.groups += 1;
-    a = &args.a[i];
-    d = &args.d[i];
-  }
-  return {count, count <= 1 && used.maps <= kSmall.maps && used.groups <= kSmall.groups};
 }
 
 const Kernel &choose(const gmm_args &args) {

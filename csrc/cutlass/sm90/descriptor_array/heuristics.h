@@ -35,14 +35,20 @@ inline constexpr Kernel k128x192{
 
 inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192};
 
+// How many launches the groups with a product take, and whether the one has small parameters.
+struct Launches {
+  int count;
+  bool small;
+};
+
 // True when every condition of these kernels holds:
 //   - bf16 or fp16 in; D in the same dtype, or fp32;
 //   - A row-major and B all row-major or all column-major (tokens in rows); or A column-major and B row-major, without
 //     bias (tokens in K);
 //   - pointers 16-byte aligned; leading dimensions, strides of a batch and the rows of D multiples of 16 bytes;
 //   - list: at most kMaxLaunches launches; one with small parameters for rows into fp32, and for 16-bit accumulation.
-// Otherwise false, with the reason in `why`, which may be null.
-bool accepts(const gmm_args &args, std::string *why);
+// Then `launches` is set; otherwise the reason in `why`, which may be null.
+bool accepts(const gmm_args &args, Launches &launches, std::string *why);
 
 // Whether that kernel can take the accepted call.
 bool takes(const Kernel &kernel, const gmm_args &args);
@@ -52,13 +58,6 @@ const Kernel &choose(const gmm_args &args);
 
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes);
-
-// How many launches the groups with a product take, and whether the one has small parameters.
-struct Launches {
-  int count;
-  bool small;
-};
-Launches launches(const gmm_args &args);
 
 // List form: rows of A that a tile of `kernel` takes at most, a multiple of 16. Groups are cut into equal tiles of at
 // most that. In the ragged form the kernel chooses.
