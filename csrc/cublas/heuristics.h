@@ -16,8 +16,8 @@ bool accepts(const gmm_args &args, int sm, std::string *why);
 
 // Streams to use, the caller's included: one a group, at most GMM_CUBLAS_STREAMS (4). On an H200 four streams beat one
 // by 2 to 21 % at nine of ten shapes, also where a single product fills the GPU: the next one's first tiles run beside
-// its last ones (docs/performance.md). One where each product has thousands of tiles, and the last ones are nothing to it:
-// four then lose 2 %.
+// its last ones (docs/performance.md). One where each product has thousands of tiles, and the last ones are nothing to
+// it: four then lose 2 %.
 int choose_streams(const gmm_args &args);
 
 }  // namespace gmm::cublas
