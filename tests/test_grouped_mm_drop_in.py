@@ -96,6 +96,8 @@ def test_inference_mode(layer: tuple[Tensor, Tensor, Tensor]) -> None:
     assert y.is_inference() and torch.equal(y, want) and torch.equal(out, want)
     with pytest.raises(RuntimeError, match="inference"):
         gmm.grouped_mm(x, w, offs, out=y)
+    with pytest.raises(RuntimeError, match=r"d\[0\].*inference"):
+        gmm.multi_tensor_gemm([x], [w[0]], [y])
     assert torch.equal(y, want), "was written"
 
 

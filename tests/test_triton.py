@@ -866,3 +866,30 @@ def test_tuned_tiles_are_kept(cache_folder: Path) -> None:
     assert any(plan.config == tile for plan in launch._plans.values())
     check(x, w.mT, offs)
     launch.forget_plans()
+
+
+def test_direct_calls_of_one_kind_differ_in_tokens_alone(device: torch.device) -> None:
+    """Python runs repeated calls itself, after the first was checked; what was checked then must be in the key."""
+    launch.forget_plans()
+    w = torch.randn(3, 24, 16, device=device)
+    for ends in ([8, 8, 20], [1, 5, 30], [0, 2, 25]):
+        x, offs = torch.randn(32, 16, device=device), torch.tensor(ends, dtype=torch.int32, device=device)
+        with torch.no_grad():
+            y = gmm.grouped_mm(x, w, offs, trans_b=True, backend="triton")
+            dw = gmm.grouped_mm(y.mT, x, offs, backend="triton")
+        assert gmm.last_backend().startswith("triton")
+        for g, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            torch.testing.assert_close(y[start:end], x[start:end] @ w[g].mT, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(dw[g], y[start:end].mT @ x[start:end], rtol=1e-4, atol=1e-4)
+        assert not y[ends[-1] :].any()
+    assert len(launch.direct_plans) == 2, "a plan for each of the two products"
+    wrong = (
+        (torch.randn(32, 17, device=device), w, offs),
+        (x.double(), w, offs),
+        (x, w, offs.float()),
+        (x, w, offs[:2]),
+        (y.mT, torch.randn(31, 16, device=device), offs),
+    )
+    for a, b, ends_of_groups in wrong:
+        with pytest.raises(RuntimeError, match="expected"), torch.no_grad():
+            gmm.grouped_mm(a, b, ends_of_groups, trans_b=b is w, backend="triton")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import gmm.ragged.run  # noqa: F401  registers the CPU kernels
 from gmm.backend import parse, resolve
-from gmm.ops import allows_tf32
+from gmm.ops import allows_tf32, check_not_inference
 from gmm.ragged.autograd import apply, call
 from gmm.ragged.check import check_grouped
 
@@ -139,6 +139,7 @@ def _write(
                     f"{name}: expected a tensor that does not require grad, as what is written into out is not "
                     "differentiable; leave out out, or call under torch.no_grad()"
                 )
+    check_not_inference("out", out)
     _mm_out(a, b, offs, bias, out, accumulate=accumulate, **options)
     if not torch.compiler.is_compiling():
         torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote

@@ -85,6 +85,8 @@ def multi_tensor_gemm(
         )
     if torch.is_grad_enabled():
         _check_no_grad(a, b, d, () if bias is None else bias)
+    for i, x in enumerate(d):
+        check_not_inference(f"d[{i}]", x)
     _gemm(
         *(a, b, d, bias),
         trans_a=trans_a,
@@ -103,6 +105,12 @@ def multi_tensor_gemm(
 def allows_tf32() -> bool:
     """Whether torch lets CUDA fp32 matrix products use TF32. allow_tf32 would raise after the newer setter."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def check_not_inference(name: str, x: Tensor) -> None:
+    """torch lets nobody write into an inference tensor outside of inference mode, but does not look at custom ops."""
+    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name}: expected a normal tensor outside of inference mode, got an inference tensor")
 
 
 def _check_no_grad(*lists: Sequence[Tensor]) -> None:

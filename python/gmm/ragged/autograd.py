@@ -18,7 +18,8 @@ from torch.autograd import forward_ad
 
 from gmm.backend import without_kernel
 from gmm.check import DTYPES
-from gmm.ragged.check import check_weight_grad_out
+from gmm.ragged.check import CHECKS_OFFSETS, check_weight_grad_out
+from gmm.ragged.run import run_directly
 
 _mm = torch.ops.gmm.grouped_mm.default
 _mm_out = torch.ops.gmm.grouped_mm_out.default
@@ -91,8 +92,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     needs_a, needs_b, _, needs_bias = ctx.needs_input_grad[:4]
     trans_b, backend = ctx.options["trans_b"], without_kernel(ctx.options["backend"])
     options = {"allow_tf32": ctx.options["allow_tf32"], "sm_margin": ctx.options["sm_margin"], "backend": backend}
-    if backend.startswith("cutlass"):
-        dy = dy.contiguous()  # it must take the call, and would refuse an expanded dy
+    if backend.startswith("cutlass") or dy.stride(-1) != 1 or dy.stride(-2) < dy.shape[-1]:
+        dy = dy.contiguous()  # an expanded dy, of a sum for instance: no kernel reads it at speed, CUTLASS refuses it
     factor = dy if dy.dtype == ctx.dtype else dy.to(ctx.dtype)
     da = db = dbias = None
     if needs_a:
@@ -201,8 +202,29 @@ def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | Non
     """The op without its autograd kernel, whose Python takes half of the host time. Dynamo cannot trace the guard."""
     if torch.compiler.is_dynamo_compiling():
         return _mm(a, b, offs, bias, **options)
+    if options.get("backend") == "triton" and _goes_directly(a, b, offs, bias, options):
+        assert offs is not None
+        return run_directly(
+            *(a, b, offs),
+            out_dtype=options.get("out_dtype"),
+            trans_b=options.get("trans_b", False),
+            allow_tf32=options.get("allow_tf32", False),
+        )
     with torch._C._AutoDispatchBelowAutograd():
         return _mm(a, b, offs, bias, **options)
+
+
+def _goes_directly(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options: dict[str, Any]) -> bool:
+    """Whether Python may run the call itself: nothing watches the op, and the call is of the forms it knows."""
+    if offs is None or bias is not None or options.get("sm_margin") or CHECKS_OFFSETS:
+        return False
+    if torch._C._len_torch_dispatch_stack() or type(a) not in _PLAIN or type(b) not in _PLAIN:
+        return False
+    dims = len(a.shape), len(b.shape)
+    return dims == (2, 3) or (dims == (2, 2) and not options.get("trans_b"))
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def records(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:

@@ -16,7 +16,9 @@ import gmm.triton
 from gmm._library import core
 from gmm.backend import parse, refuse, text_of_error
 from gmm.ragged.check import CHECKS_OFFSETS, Shape, check_grouped, check_offsets
+from gmm.triton.call import bucket_of
 from gmm.triton.configs import Config
+from gmm.triton.launch import Plan, direct_plans, keep, run_plan
 from gmm.triton.launch import run as run_triton
 
 
@@ -29,8 +31,9 @@ class Options(NamedTuple):
     backend: str
 
 
-def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor, options: Options) -> None:
-    """Runs a checked call, in which b is not transposed, on the backend asked for or the first that takes it."""
+def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor, options: Options) -> Plan | None:
+    """Runs a checked call, in which b is not transposed, on the backend asked for or the first that takes it. Returns
+    Triton's plan where it ran."""
     choice = parse(options.backend)
     name = first_backend(a.device) if choice.name == "auto" else choice.name
     why_not = refusal(name, a.device)
@@ -42,10 +45,42 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
             out.zero_()
         core.set_last_backend("reference: no products")
     elif name == "triton":
-        config = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
-        core.set_last_backend(f"triton: {kernel_name(config)}")
+        plan = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
+        core.set_last_backend(f"triton: {kernel_name(plan.config)}")
+        return plan
     else:
         _run_list(name, a, b, offs, bias, out, options)
+    return None
+
+
+def run_directly(
+    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool
+) -> Tensor:
+    """grouped_mm on Triton, ragged in M, or in K without trans_b; without the way through the dispatcher to C++ and
+    back, which takes longer than all else. Calls that differ in the number of tokens alone are checked once."""
+    in_m = len(b.shape) == 3
+    tokens, rest = a.shape if in_m else reversed(a.shape)
+    groups = offs.shape
+    key = (
+        *(rest, b.shape if in_m else (b.shape[1:], b.shape[0] == tokens), a.stride(), b.stride(), groups, trans_b),
+        *(a.dtype, b.dtype, offs.dtype, out_dtype, allow_tf32, a.device, b.device, offs.device, offs.is_contiguous()),
+        *(tokens > 1, bucket_of(tokens, groups[0] if groups else 0), a.data_ptr() % 16, b.data_ptr() % 16),
+    )
+    found = direct_plans.get(key)
+    if found is None:
+        shape, dtype = check_grouped(a, b, offs, out_dtype=out_dtype, trans_b=trans_b)
+        out = a.new_empty(shape.out, dtype=dtype)
+        plan = run(a, b.mT if trans_b else b, offs, None, out, Options(False, allow_tf32, 0, "triton"))
+        if plan is not None and offs.is_contiguous():
+            keep(direct_plans, key, (plan, core.last_backend()))
+        return out
+    plan, name = found
+    kind = plan.kind
+    sizes = (tokens, kind.n) if in_m else (groups[0], rest, kind.n)
+    out = a.new_empty(*sizes, dtype=kind.out_dtype)
+    run_plan(plan, tokens, a, b, offs, out, None)
+    core.set_last_backend(name)
+    return out
 
 
 def has_no_product(a: Tensor, offs: Tensor | None, bias: Tensor | None, out: Tensor) -> bool:

@@ -70,7 +70,7 @@ def signature(
     else:
         tokens, fixed = a_shape[1], (a_shape[0], b_shape[1])
     key = (
-        *(a.stride(), b.stride(), out.stride(), fixed, groups, tokens > 1, bucket(_average(tokens, groups))),
+        *(a.stride(), b.stride(), out.stride(), fixed, groups, tokens > 1, bucket_of(tokens, groups)),
         *(a.data_ptr() % 16, b.data_ptr() % 16, out.data_ptr() % 16),
         *(a.dtype, out.dtype, offs is None or offs.dtype, a.device, accumulate, allow_tf32),
         bias is None or (bias.stride(), bias.dtype),
@@ -116,6 +116,11 @@ def describe(
         k=bucket(_average(k, groups)) if ragged == "k" else k,
     )
     return Call(kind, (groups, m, n, k, a_g, a_m, a_k, b_g, b_k, b_n, out_g, out_m, out_n, bias_g, bias_x))
+
+
+def bucket_of(tokens: int, groups: int) -> int:
+    """Of the average number of tokens a group."""
+    return bucket(_average(tokens, groups))
 
 
 def _average(tokens: int, groups: int) -> int:

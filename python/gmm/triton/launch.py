@@ -87,7 +87,7 @@ _Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # a, b, 
 
 
 @dataclass
-class _Plan:
+class Plan:
     """What calls of one kind share: the tile, and the arguments of the kernel around the number of tokens."""
 
     kind: Kind
@@ -98,7 +98,7 @@ class _Plan:
     compiled: Any = None  # Triton's compiled kernel, after the first launch
 
     @staticmethod
-    def of(call: Call, config: Config | None) -> _Plan:
+    def of(call: Call, config: Config | None) -> Plan:
         """The plan for that tile, or for the one that autotune or configs.py has chosen."""
         kind = call.kind
         limit = shared_memory(kind.device)
@@ -111,7 +111,7 @@ class _Plan:
             *(even_n, even_k, config.block_m, config.block_n, config.block_k, config.group_m),
         )
         i = TOKENS[kind.mode]
-        return _Plan(kind, config, call.integers[:i], call.integers[i + 1 :], constants)
+        return Plan(kind, config, call.integers[:i], call.integers[i + 1 :], constants)
 
     def programs(self, groups: int, m: int, n: int) -> int:
         """Tiles of out, or slots for them."""
@@ -123,7 +123,8 @@ class _Plan:
 
 # Strides that hold the number of tokens, as those of a row-major [M, K] that is ragged in K, would add plans forever.
 _MOST_PLANS = 10_000
-_plans: dict[tuple[Any, ...], _Plan] = {}
+_plans: dict[tuple[Any, ...], Plan] = {}
+direct_plans: dict[tuple[Any, ...], tuple[Plan, str]] = {}  # see ragged/run.py: with last_backend()'s text
 _no_handles = ""  # why compiled kernels are not launched directly
 
 
@@ -135,6 +136,14 @@ def launch_path() -> str:
 def forget_plans() -> None:
     """Lets the next calls choose their tiles anew."""
     _plans.clear()
+    direct_plans.clear()
+
+
+def keep(plans: dict[tuple[Any, ...], Any], key: tuple[Any, ...], plan: object) -> None:
+    """Adds a plan to one of the two."""
+    if len(plans) >= _MOST_PLANS:
+        plans.clear()
+    plans[key] = plan
 
 
 def run(
@@ -146,15 +155,23 @@ def run(
     accumulate: bool = False,
     allow_tf32: bool = False,
     config: Config | None = None,
-) -> Config:
-    """grouped_mm for an out that is not empty, with that tile or the one that is chosen. Returns it."""
+) -> Plan:
+    """grouped_mm for an out that is not empty, with that tile or the one that is chosen. Returns what run_plan() takes
+    for calls of the same kind."""
     offs = None if offs is None else offs.contiguous()
     key, tokens = signature(a, b, offs, out, bias, accumulate, allow_tf32)
     plan = _plans.get((key, config))
     if plan is None:
-        if len(_plans) >= _MOST_PLANS:
-            _plans.clear()
-        plan = _plans[key, config] = _Plan.of(describe(a, b, offs, out, bias, accumulate, allow_tf32), config)
+        plan = Plan.of(describe(a, b, offs, out, bias, accumulate, allow_tf32), config)
+        keep(_plans, (key, config), plan)
+    run_plan(plan, tokens, a, b, offs, out, bias)
+    return plan
+
+
+def run_plan(
+    plan: Plan, tokens: int, a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor, bias: Tensor | None
+) -> None:
+    """A call of the plan's kind; of the tensors, only the addresses count."""
     integers = (*plan.before, tokens, *plan.after)
     if plan.kind.mode == "ragged_n":
         a, b = b, a
@@ -164,10 +181,9 @@ def run(
     else:
         with torch.accelerator.device_index(index):
             _launch(plan, (a, b, out, bias, offs), integers)
-    return plan.config
 
 
-def _launch(plan: _Plan, tensors: _Tensors, integers: tuple[int, ...]) -> None:
+def _launch(plan: Plan, tensors: _Tensors, integers: tuple[int, ...]) -> None:
     """On the current device and stream; compiles the plan's kernel the first time."""
     global _no_handles
     grid = (plan.programs(*integers[:3]), 1, 1)
@@ -190,7 +206,7 @@ def _is_interpreted(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _interpret(plan: _Plan, grid: tuple[int, int, int], tensors: _Tensors, integers: tuple[int, ...]) -> None:
+def _interpret(plan: Plan, grid: tuple[int, int, int], tensors: _Tensors, integers: tuple[int, ...]) -> None:
     """In float32 where tensors are bfloat16, which Triton's interpreter multiplies as integers and does not round."""
     a, b, out, bias, offs = (_in_float32(x) if x is not None and x.dtype is torch.bfloat16 else x for x in tensors)
     _kernel(interpreted=True)[grid](a, b, out, bias, offs, *integers, *plan.constants)
