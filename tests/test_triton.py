@@ -893,3 +893,36 @@ def test_direct_calls_of_one_kind_differ_in_tokens_alone(device: torch.device) -
     for a, b, ends_of_groups in wrong:
         with pytest.raises(RuntimeError, match="expected"), torch.no_grad():
             gmm.grouped_mm(a, b, ends_of_groups, trans_b=b is w, backend="triton")
+
+
+def test_direct_calls_leave_to_the_dispatcher_what_is_its(device: torch.device) -> None:
+    """Negated views, autocast, torch.func, zero tensors, freed memory: after a plain call of the same sizes."""
+    a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)
+    offs = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def call(*tensors: Tensor, backend: str = "triton") -> Tensor:
+        return gmm.grouped_mm(*tensors, backend=backend)
+
+    def close(x: Tensor, y: Tensor) -> None:
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-3)
+
+    with torch.no_grad():
+        want = call(a, b, offs)
+        close(call(torch._neg_view(a), b, offs), -want)
+        close(call(a, torch._neg_view(b), offs), -want)
+        close(torch.vmap(lambda x: call(x, b, offs))(a.expand(3, 6, 16)), want.expand(3, 6, 8))
+        close(call(torch._efficientzerotensor((6, 16), device=device), b, offs), torch.zeros_like(want))
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert call(a, b, offs).dtype is torch.bfloat16
+            assert call(a, b.bfloat16(), offs).dtype is torch.bfloat16
+    leaf, dy = b.clone().requires_grad_(), torch.randn(6, 8, device=device)
+    close(
+        torch.autograd.grad(call(a, leaf, offs), leaf, torch._neg_view(dy))[0],
+        -torch.autograd.grad(call(a, leaf, offs), leaf, dy)[0],
+    )
+    torch.autograd.grad(call(a, leaf, offs), leaf, dy.expand(3, 6, 8), is_grads_batched=True)
+    for i, name in enumerate(("a", "b", "offs")):
+        tensors = [a.clone(), b.clone(), offs.clone()]
+        tensors[i].untyped_storage().resize_(0)
+        with pytest.raises(RuntimeError, match=f"{name}: expected memory"), torch.no_grad():
+            call(*tensors)

@@ -9,6 +9,8 @@ of each product: of a call that is ragged in M, da is ragged in M, and db in K.
 
 from __future__ import annotations
 
+import functools
+import operator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -215,16 +217,31 @@ def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | Non
 
 
 def _goes_directly(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether Python may run the call itself: nothing watches the op, and the call is of the forms it knows."""
+    """Whether Python may run the call itself: the dispatcher has nothing to do for it, and it is of the forms that
+    run_directly() knows."""
     if offs is None or bias is not None or options.get("sm_margin") or CHECKS_OFFSETS:
         return False
-    if torch._C._len_torch_dispatch_stack() or type(a) not in _PLAIN or type(b) not in _PLAIN:
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None or autocast_is_on(a.device):
         return False
+    for x in (a, b, offs):
+        if type(x) not in _PLAIN or x.is_meta or torch._C._dispatch_keys(x).raw_repr() & ~_PLAIN_KEYS:
+            return False
     dims = len(a.shape), len(b.shape)
     return dims == (2, 3) or (dims == (2, 2) and not options.get("trans_b"))
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Those of a dense tensor. Any other has the dispatcher do something before a kernel: negated views, zero tensors,
+# torch.func's and so on.
+_PLAIN_KEYS = functools.reduce(
+    operator.or_,
+    (
+        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, prefix + device)).raw_repr()
+        for prefix in ("", "Autograd", "Autocast")
+        for device in ("CPU", "CUDA", "XPU")
+    ),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView).raw_repr(),
+)
 
 
 def records(a: Tensor, b: Tensor, bias: Tensor | None) -> bool:

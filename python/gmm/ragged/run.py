@@ -45,6 +45,9 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
             out.zero_()
         core.set_last_backend("reference: no products")
     elif name == "triton":
+        for text, x in (("a", a), ("b", b), ("offs", offs)):
+            if x is not None and x.data_ptr() == 0:  # freed by untyped_storage().resize_(0)
+                raise RuntimeError(f"{text}: expected memory for shape {list(x.shape)}, its storage is empty")
         plan = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
         core.set_last_backend(f"triton: {kernel_name(plan.config)}")
         return plan
@@ -66,7 +69,7 @@ def run_directly(
         *(a.dtype, b.dtype, offs.dtype, out_dtype, allow_tf32, a.device, b.device, offs.device, offs.is_contiguous()),
         *(tokens > 1, bucket_of(tokens, groups[0] if groups else 0), a.data_ptr() % 16, b.data_ptr() % 16),
     )
-    found = direct_plans.get(key)
+    found = direct_plans.get(key) if a.data_ptr() and b.data_ptr() and offs.data_ptr() else None
     if found is None:
         shape, dtype = check_grouped(a, b, offs, out_dtype=out_dtype, trans_b=trans_b)
         out = a.new_empty(shape.out, dtype=dtype)
