@@ -57,6 +57,7 @@ void check_ragged(const gmm_args &args) {
             "offs: expected %d-byte alignment, got %p", args.offs_int64 ? 8 : 4, args.offs);
   const int64_t stride = in_m ? args.stride_b : args.stride_d;
   GMM_CHECK(stride >= 0, "stride_%c: expected >= 0, got %lld", in_m ? 'b' : 'd', (long long)stride);
+  GMM_CHECK(!args.bias || args.stride_bias >= 0, "stride_bias: expected >= 0, got %lld", (long long)args.stride_bias);
   GMM_CHECK(!args.bias || in_m, "bias: expected NULL in the form GMM_RAGGED_K, whose d has no rows of tokens");
 }
 

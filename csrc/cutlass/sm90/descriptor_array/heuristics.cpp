@@ -109,8 +109,9 @@ bool accepts_ragged(const gmm_args &args, std::string *why) {
   if (batch_stride * bytes % 16 != 0 || batch_stride >= (int64_t(1) << 39) / bytes)
     return refuse(why, "%s: expected matrices a multiple of 16 bytes and less than 2^39 apart, got %lld elements",
                   in_k ? "d" : "b", (long long)batch_stride);
-  const int64_t tiles = in_k ? int64_t(args.num_groups) * ceil_div(d.rows, 64) * ceil_div(d.cols, 64)
-                             : (int64_t(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(d.cols, 64);
+  // In floating point: the product of three 32-bit numbers overflows 64 bits.
+  const double tiles = in_k ? double(args.num_groups) * ceil_div(d.rows, 64) * ceil_div(d.cols, 64)
+                            : (double(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(d.cols, 64);
   if (tiles >= INT32_MAX) return refuse(why, "more tiles than 32 bits count");
   return true;
 }
