@@ -1,6 +1,7 @@
 #include "cutlass/sm90/descriptor_array/heuristics.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "core/groups.h"
@@ -92,6 +93,19 @@ bool first_is_column_major(const gmm_args &args) {
   return false;
 }
 
+// As the ragged kernel does, see schedule.cuh.
+int choose_tile_columns(const gmm_args &args, const Kernel &kernel, int clusters) {
+  double wide = 0, narrow = 0;  // tiles of a cluster
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (!has_product(args, i)) continue;
+    const double m_tiles = ceil_div(args.d[i].rows, kernel.tile_m * kernel.cluster_m);
+    wide += m_tiles * ceil_div(args.d[i].cols, 192);
+    narrow += m_tiles * ceil_div(args.d[i].cols, 128);
+  }
+  const bool spreads = std::ceil(narrow / clusters) * 160 < std::ceil(wide / clusters) * (192 + 32);
+  return wide <= 4 * clusters && spreads ? 128 : 192;
+}
+
 }  // namespace
 
 bool accepts(const gmm_args &args, Launches &launches, std::string *why) {
@@ -124,7 +138,8 @@ bool takes(const Kernel &kernel, const gmm_args &args) {
   return &kernel != &k128x64 || !args.accumulate || args.d_dtype == GMM_FP32;
 }
 
-int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {
+int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count) {
+  if (&kernel == &k128x192) return choose_tile_columns(args, kernel, sm_count / kernel.cluster_m);
   if (kernel.cluster_n == 1) return kernel.tile_m;
   // As the ragged kernel does, see schedule.cuh.
   constexpr int kOverheadRows = 20;
