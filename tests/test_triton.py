@@ -580,16 +580,33 @@ def test_handles_are_launched_with_the_arguments_of_the_call(fake_gpu: FakeDrive
     assert fake_gpu.launches[1][:3] == ((200 // config.block_m + 5) * -(-48 // config.block_n), 1, 1)
 
 
+def test_profilers_see_launches_of_handles(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's launch hooks, which direct launches pass by while there are none, get what its own path gives them."""
+    from triton import knobs
+
+    launch.run(*forward(200))
+    launch.run(*forward(200))
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        chain = type(knobs.runtime.launch_enter_hook)()
+        chain.add(print)
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, hook, chain)
+            launch.run(*forward(200))
+        metadata, enter, leave = fake_gpu.launches[-1][6:9]
+        assert (enter if hook == "launch_enter_hook" else leave) is chain
+        assert metadata.get()["name"] == "grouped_gemm"
+    assert fake_gpu.launches[1][6:9] == (None, None, None)
+
+
 def test_falls_back_to_the_jit_path(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this Triton's compiled kernels take other arguments, and says so."""
     launch.run(*forward(200))
 
     class Strange:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def launcher(*_: Any) -> None:
-                raise TypeError("takes exactly 3 arguments")
+        function = packed_metadata = None
 
-            return launcher
+        def run(self, *_: Any) -> None:
+            raise TypeError("takes exactly 3 arguments")
 
     for plan in launch._plans.values():
         plan.compiled = Strange()

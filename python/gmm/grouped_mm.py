@@ -89,7 +89,7 @@ def grouped_mm(
     name = resolve(backend)
     allow_tf32 = a.dtype is torch.float32 and allows_tf32()
     if out is None and not accumulate and weight_grad_out is None:
-        return call(a, b, offs, bias, **_differing(out_dtype, trans_b, allow_tf32, sm_margin, name))
+        return call(a, b, offs, bias, _differing(out_dtype, trans_b, allow_tf32, sm_margin, name))
     options = {"trans_b": trans_b, "allow_tf32": allow_tf32, "sm_margin": sm_margin, "backend": name}
     if out is not None:
         return _write(a, b, offs, bias, out, accumulate, out_dtype, weight_grad_out, options)
