@@ -912,6 +912,37 @@ def test_direct_calls_of_one_kind_differ_in_tokens_alone(device: torch.device) -
             gmm.grouped_mm(a, b, ends_of_groups, trans_b=b is w, backend="triton")
 
 
+def test_direct_calls_by_every_way_to_ask_for_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend=, use_backend() and GMM_BACKEND; and the op itself."""
+    a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)
+    offs = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def by_environment() -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(gmm.backend, "_environment", "triton")
+            return gmm.grouped_mm(a, b, offs)
+
+    def by_setter() -> Tensor:
+        with gmm.use_backend("triton"):
+            return gmm.grouped_mm(a, b, offs)
+
+    def by_argument() -> Tensor:
+        return gmm.grouped_mm(a, b, offs, backend="triton")
+
+    def by_the_op() -> Tensor:
+        return torch.ops.gmm.grouped_mm(a, b, offs, backend="triton")
+
+    for way in (by_environment, by_setter, by_argument, by_the_op):
+        launch.forget_plans()
+        for _ in range(2):
+            gmm.grouped_mm(a, b, offs, backend="reference" if device.type == "cpu" else "cublas")
+            y = way()
+            assert gmm.last_backend().startswith("triton: grouped_gemm_")
+            torch.testing.assert_close(y[:3], a[:3] @ b[0], rtol=1e-3, atol=1e-3)
+            assert not y[5:].any()
+        assert len(launch.direct_plans) == 1, f"{way.__name__} went through the dispatcher"
+
+
 def test_direct_calls_leave_to_the_dispatcher_what_is_its(device: torch.device) -> None:
     """Negated views, autocast, torch.func, zero tensors, freed memory: after a plain call of the same sizes."""
     a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)

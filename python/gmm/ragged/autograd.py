@@ -195,11 +195,11 @@ def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | Non
     """The op without its autograd kernel, whose Python takes half of the host time. Dynamo cannot trace the guard."""
     if torch.compiler.is_dynamo_compiling():
         return _mm(a, b, offs, bias, **options)
-    if options.get("backend") == "triton" and _goes_directly(a, b, offs, bias, options):
+    backend = options.get("backend", "auto")
+    if backend in _TRITON and _goes_directly(a, b, offs, bias, options):
         assert offs is not None
-        return run_directly(
-            a, b, offs, options.get("out_dtype"), options.get("trans_b", False), options.get("allow_tf32", False)
-        )
+        dtype, trans_b, tf32 = options.get("out_dtype"), options.get("trans_b", False), options.get("allow_tf32", False)
+        return run_directly(a, b, offs, dtype, trans_b, tf32, backend)
     with torch._C._AutoDispatchBelowAutograd():
         return _mm(a, b, offs, bias, **options)
 
@@ -218,6 +218,7 @@ def _goes_directly(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | Non
     return dims == (2, 3) or (dims == (2, 2) and not options.get("trans_b"))
 
 
+_TRITON = ("triton", "triton,auto")  # backend=, use_backend(); GMM_BACKEND
 _PLAIN = (Tensor, torch.nn.Parameter)
 # All but those of a dense tensor. They have the dispatcher do something before a kernel, or take another: negated
 # views, zero tensors, meta tensors, torch.func's and so on.

@@ -57,10 +57,11 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
 
 
 def run_directly(
-    a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool
+    a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool, backend: str
 ) -> Tensor:
     """grouped_mm on Triton, ragged in M, or in K without trans_b; without the way through the dispatcher to C++ and
-    back, which takes longer than all else. Calls that differ in the number of tokens alone are checked once."""
+    back, which takes longer than all else. Calls that differ in the number of tokens alone are checked once. backend:
+    "triton", or "triton,auto"."""
     b_shape, groups = b.shape, offs.shape
     in_m = len(b_shape) == 3
     tokens, rest = a.shape if in_m else reversed(a.shape)
@@ -74,7 +75,7 @@ def run_directly(
     if found is None:
         shape, dtype = check_grouped(a, b, offs, out_dtype=out_dtype, trans_b=trans_b)
         out = a.new_empty(shape.out, dtype=dtype)
-        plan = run(a, b.mT if trans_b else b, offs, None, out, Options(False, allow_tf32, 0, "triton"))
+        plan = run(a, b.mT if trans_b else b, offs, None, out, Options(False, allow_tf32, 0, backend))
         if plan is not None and offs.is_contiguous():
             keep(direct_plans, key, (plan, core.last_backend()))
         return out
