@@ -125,5 +125,12 @@ def _autograd_kernel(
         return _mm(a, b, bias, **options)
 
 
+def note_write(written: Tensor | Sequence[Tensor]) -> None:
+    """Tells autograd what an op has written, which it does not see: a graph that has saved the old values then raises
+    in its backward."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(written)
+
+
 _library = torch.library.Library("gmm", "IMPL")
 _library.impl("multi_tensor_mm", _autograd_kernel, "Autograd")

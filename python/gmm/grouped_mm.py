@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import gmm.ragged.run  # noqa: F401  registers the CPU kernels
+from gmm.autograd import note_write
 from gmm.backend import parse, resolve
-from gmm.ops import allows_tf32, check_not_inference
+from gmm.check import check_not_inference
+from gmm.ops import allows_tf32
 from gmm.ragged.autograd import apply, call
 from gmm.ragged.check import check_grouped
 
@@ -141,8 +143,7 @@ def _write(
                 )
     check_not_inference("out", out)
     _mm_out(a, b, offs, bias, out, accumulate=accumulate, **options)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
+    note_write(out)
     return out
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-import gmm.autograd
+import gmm.dense
 import gmm.reference  # noqa: F401  registers the CPU kernels
+from gmm.autograd import note_write
 from gmm.backend import parse, resolve
-from gmm.check import check_call, check_lengths
+from gmm.check import check_call, check_dense, check_lengths, check_not_inference
 
 _gemm = torch.ops.gmm.multi_tensor_gemm.default
 _mm = torch.ops.gmm.multi_tensor_mm.default
@@ -73,6 +74,8 @@ def multi_tensor_gemm(
         check_lengths(a, b, d, bias)
         return []
     allow_tf32 = a[0].dtype is torch.float32 and allows_tf32()
+    if bias is not None and not torch.compiler.is_compiling():
+        bias = _readable(bias)
     if d is None:
         return _mm(
             *(a, b, bias),
@@ -97,8 +100,7 @@ def multi_tensor_gemm(
         sm_margin=sm_margin,
         backend=name,
     )
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(d)  # torch does not know that the op wrote
+    note_write(d)
     return list(d)
 
 
@@ -108,10 +110,13 @@ def allows_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def check_not_inference(name: str, x: Tensor) -> None:
-    """torch lets nobody write into an inference tensor outside of inference mode, but does not look at custom ops."""
-    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{name}: expected a normal tensor outside of inference mode, got an inference tensor")
+def _readable(bias: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of dense tensors without the negative bit. For a, b and d the dispatcher sees to that (gmm/dense.py), but it does
+    not look into optional lists."""
+    for i, x in enumerate(bias):
+        if x.is_nested or x.layout is not torch.strided:
+            check_dense(f"bias[{i}]", x)
+    return [x.resolve_neg() for x in bias] if any(map(Tensor.is_neg, bias)) else bias
 
 
 def _check_no_grad(*lists: Sequence[Tensor]) -> None:

@@ -24,6 +24,7 @@ from torch._C import (  # 0.04 us less a call than by their module's name
 )
 from torch.autograd import forward_ad
 
+from gmm.autograd import note_write
 from gmm.backend import without_kernel
 from gmm.check import DTYPES
 from gmm.ragged.check import CHECKS_OFFSETS, check_weight_grad_out
@@ -47,8 +48,9 @@ class GroupedMM(torch.autograd.Function):
         weight_grad_out: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor:
-        _save(ctx, a, b, offs, bias, weight_grad_out, options)
-        return below_autograd(a, b, offs, bias, options)
+        y = below_autograd(a, b, offs, bias, options)
+        _save(ctx, a, b, offs, bias, weight_grad_out, options)  # of tensors that the op has checked
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -132,8 +134,7 @@ def _add_product(
     if torch.is_grad_enabled():
         raise RuntimeError("weight_grad_out: expected a backward without create_graph: what is added is not recorded")
     _mm_out(x, y, offs, None, out.mT if trans_out else out, accumulate=True, **options)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
+    note_write(out)
 
 
 def _sums(dy: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
