@@ -46,7 +46,7 @@ typedef enum gmm_dtype { GMM_BF16 = 0, GMM_FP16 = 1, GMM_FP32 = 2 } gmm_dtype;
 
 typedef enum gmm_backend {
   GMM_BACKEND_AUTO = 0,    /* the library chooses */
-  GMM_BACKEND_CUTLASS = 1, /* grouped kernels, one launch for many groups; sm90 */
+  GMM_BACKEND_CUTLASS = 1, /* grouped kernels, few launches for all groups; sm90 */
   GMM_BACKEND_CUBLAS = 2   /* one cuBLAS call a group, spread over several streams; any GPU */
 } gmm_backend;
 #define GMM_NUM_BACKENDS 3
