@@ -217,7 +217,7 @@ def test_why_the_pointer_array_takes_a_batch() -> None:
     plan = gmm.explain((64, 128, 64), (64, 64, 256), out_dtype=torch.float32, sm=90)
     assert "pointer_array" in plan.kernel
     assert plan.reasons["cutlass"] == (
-        "chosen: first in order of preference that takes the call; pointer array, as descriptor array refuses: 64 groups "
-        "need large parameters, which no kernel for this D takes"
+        "chosen: first in order of preference that takes the call; pointer array, as descriptor array refuses: "
+        "64 groups need large parameters, which no kernel for this D takes"
     )
     assert ";" not in gmm.explain((64, 128, 64), (64, 64, 256), sm=90).reasons["cutlass"]
