@@ -97,8 +97,9 @@ typedef struct gmm_args {
   gmm_backend backend; /* GMM_BACKEND_AUTO, or one that must take the call (else GMM_ERROR_UNSUPPORTED) */
   const char *kernel;  /* NULL, or the CUTLASS kernel that must take the call, as gmm_plan_result.kernel names it */
   /* NULL, or where gmm_multi_tensor_gemm() gets a workspace that it was not given: called at most once, with
-   * allocate_context, before anything is written. Returns device memory as `workspace` below, or NULL to fail the call
-   * with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first time. */
+   * allocate_context and the device current, before anything is written. Returns device memory as `workspace` below, or
+   * NULL to fail the call with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first
+   * time. */
   void *(*allocate)(size_t bytes, void *allocate_context);
   void *allocate_context;
   gmm_form form;

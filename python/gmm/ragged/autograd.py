@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import (  # 0.04 us less a call than by their module's name
+    _after_autograd_keyset,
     _dispatch_keys,
     _get_tracing_state,
     _is_any_autocast_enabled,
@@ -32,6 +33,7 @@ from gmm.ragged.run import run_directly
 
 _mm = torch.ops.gmm.grouped_mm.default
 _mm_out = torch.ops.gmm.grouped_mm_out.default
+_redispatch = torch._C._dispatch_find_schema_or_throw("gmm::grouped_mm", "").redispatch_boxed
 _DEFAULTS = {"trans_b": False, "allow_tf32": False, "sm_margin": 0, "backend": "auto"}
 
 
@@ -154,12 +156,14 @@ def _sums(dy: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
 
 
 def _autograd_kernel(
-    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **options: Any
+    keys: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """libtorch passes only options that differ from the op's defaults, and takes half a microsecond to parse each."""
+    """libtorch passes only options that differ from the op's defaults."""
     if records(a, b, bias):
         return GroupedMM.apply(a, b, offs, bias, None, {**_DEFAULTS, **options})
-    return below_autograd(a, b, offs, bias, options)
+    if options.get("backend") in _TRITON and _goes_directly(a, b, offs, bias, options):
+        return _run_directly(a, b, offs, options)
+    return _redispatch(keys & _after_autograd_keyset, a, b, offs, bias, **options)
 
 
 def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -167,12 +171,17 @@ def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options
     if not records(a, b, bias):
         return below_autograd(a, b, offs, bias, options)
     if _within_torch_func():
-        return apply(a, b, offs, bias, None, **options)  # which the op's autograd kernel cannot do for torch.func
+        return apply(a, b, offs, bias, None, options)  # which the op's autograd kernel cannot do for torch.func
     return _mm(a, b, offs, bias, **options)
 
 
 def apply(
-    a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, weight_grad_out: Tensor | None, **options: Any
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None,
+    bias: Tensor | None,
+    weight_grad_out: Tensor | None,
+    options: dict[str, Any],
 ) -> Tensor:
     """The autograd function itself, with the autocast rule: the op cannot give it a tensor to write into."""
     if autocast_is_on(a.device):
@@ -196,13 +205,16 @@ def below_autograd(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | Non
     """The op without its autograd kernel, whose Python takes half of the host time. Dynamo cannot trace the guard."""
     if torch.compiler.is_dynamo_compiling():
         return _mm(a, b, offs, bias, **options)
-    backend = options.get("backend", "auto")
-    if backend in _TRITON and _goes_directly(a, b, offs, bias, options):
-        assert offs is not None
-        dtype, trans_b, tf32 = options.get("out_dtype"), options.get("trans_b", False), options.get("allow_tf32", False)
-        return run_directly(a, b, offs, dtype, trans_b, tf32, backend)
+    if options.get("backend") in _TRITON and _goes_directly(a, b, offs, bias, options):
+        return _run_directly(a, b, offs, options)
     with torch._C._AutoDispatchBelowAutograd():
         return _mm(a, b, offs, bias, **options)
+
+
+def _run_directly(a: Tensor, b: Tensor, offs: Tensor | None, options: dict[str, Any]) -> Tensor:
+    assert offs is not None  # see _goes_directly()
+    dtype, trans_b, tf32 = options.get("out_dtype"), options.get("trans_b", False), options.get("allow_tf32", False)
+    return run_directly(a, b, offs, dtype, trans_b, tf32, options["backend"])
 
 
 def _goes_directly(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options: dict[str, Any]) -> bool:
@@ -280,6 +292,6 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 _AUTOCAST_KEYS = _AUTOCAST_KEYS | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 _library = torch.library.Library("gmm", "IMPL")
-_library.impl("grouped_mm", _autograd_kernel, "Autograd")
+_library.impl("grouped_mm", _autograd_kernel, "Autograd", with_keyset=True)
 _library.impl("grouped_mm", _autocast_kernel, "AutocastCPU")
 _library.impl("grouped_mm", _autocast_kernel, "AutocastCUDA")
