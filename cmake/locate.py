@@ -80,6 +80,8 @@ def torch() -> Torch:
 def nvcc(torch: Torch) -> Path | None:
     """CUDA_HOME's, PATH's, that of the nvidia-cuda-nvcc wheel beside torch, or /usr/local/cuda's."""
     home = os.environ.get("CUDA_HOME")
+    if home and not shutil.which("nvcc", path=f"{home}/bin"):
+        print(f"gmm: CUDA_HOME={home} has no bin/nvcc: looking for one elsewhere", flush=True)
     wheels = torch.folder.parent.glob("nvidia/cu*/bin")
     folders = [*([f"{home}/bin"] if home else []), *os.get_exec_path(), *map(str, wheels), f"{SYSTEM_TOOLKIT}/bin"]
     found = shutil.which("nvcc", path=os.pathsep.join(folders))

@@ -147,6 +147,16 @@ def test_no_cutlass(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped(r"no CUTLASS in .*/include: .*GMM_CUTLASS_DIR=", locate.cutlass, bare)
 
 
+def test_wrong_cuda_home(bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said, as images set it without an nvcc; another nvcc is taken where there is one."""
+    right, elsewhere = make_nvcc(bare / "toolkit"), make_nvcc(bare)
+    for home, nvcc in ((bare / "toolkit", right), (bare / "nowhere", elsewhere)):
+        monkeypatch.setenv("CUDA_HOME", str(home))
+        assert locate.nvcc(make_torch(bare)) == nvcc
+        said = capsys.readouterr().out
+        assert said == ("" if nvcc is right else f"gmm: CUDA_HOME={home} has no bin/nvcc: looking for one elsewhere\n")
+
+
 def test_nvcc_of_the_wheels(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A toolkit that is wheels beside torch, and CUTLASS where the environment says."""
     torch = make_torch(bare)

@@ -131,6 +131,13 @@ def test_bad_call_of_the_functional_form(row: str, device: str) -> None:
     with pytest.raises((ValueError, RuntimeError)) as caught:
         gmm.multi_tensor_gemm(**call)
     assert all(f in str(caught.value) for f in fragments), str(caught.value)
+    text = str(caught.value)
+    for x in (*call["a"], *call["b"], *call["bias"]):
+        if x.is_floating_point():
+            x.requires_grad_()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        gmm.multi_tensor_gemm(**call)
+    assert str(caught.value) == text, "with gradients"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -210,14 +210,26 @@ def test_weight_grad_out_that_is_wrong() -> None:
         gmm.grouped_mm(x, w.detach(), offs, weight_grad_out=good)
     with torch.inference_mode():
         gmm.grouped_mm(x, w, offs, weight_grad_out=good)
+    with torch.inference_mode():
+        made_in_inference = good.clone()
     for bad, text in (
         (good[:1], "expected shape"),
         (good.half(), "expected bfloat16"),
+        (good.to(torch.complex64).conj(), "expected bfloat16"),
         (good.to("meta"), "expected a tensor on cpu"),
         (good.clone().requires_grad_(), "require grad"),
+        (made_in_inference, "expected a normal tensor outside of inference mode"),
+        (torch._neg_view(good), "expected a tensor without the negative bit"),
+        (good[:1].expand(good.shape), "expected elements that do not share memory, got shape"),
+        (torch.zeros(200).as_strided(good.shape, (1, 2, 3)), "expected elements that do not share memory, got shape"),
+        (good.to_sparse(), "expected a dense tensor, got layout torch.sparse_coo"),
     ):
         with pytest.raises(RuntimeError, match=f"weight_grad_out: .*{text}"):
             gmm.grouped_mm(x, w, offs, weight_grad_out=bad)
+    assert not good.any(), "was written"
+    with_gaps = torch.zeros(*w.shape[:2], 2 * w.shape[2])[..., ::2]
+    gmm.grouped_mm(x, w, offs, weight_grad_out=with_gaps).sum().backward()
+    assert with_gaps.any()
     y = gmm.grouped_mm(x.requires_grad_(), w, offs, weight_grad_out=good)
     with pytest.raises(RuntimeError, match="weight_grad_out: .*create_graph"):
         torch.autograd.grad(y.sum(), x, create_graph=True)

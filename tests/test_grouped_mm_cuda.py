@@ -354,8 +354,7 @@ for backend in ("auto", "triton"):
 
 
 def test_never_slower_than_a_loop_row_21() -> None:
-    """DeepSpeed's shape and a larger one, forward, by what "auto" takes. Half as much again is allowed, as other tests
-    share the GPU; benchmarks/bench_grouped_mm.py --check holds every backend to its bars."""
+    """DeepSpeed's shape and a larger one, forward. With 5 % for noise: run it with nothing else on the GPU."""
     from triton.testing import do_bench
 
     for counts, n, k in (([64] * 16, 768, 2048), ([4096] * 8, 768, 2048)):
@@ -367,8 +366,11 @@ def test_never_slower_than_a_loop_row_21() -> None:
             for a, b, o in zip(parts, experts, outs, strict=True):  # noqa: B023
                 torch.mm(a, b, out=o)
 
-        loop_ms, ours = do_bench(loop), do_bench(lambda: gmm.grouped_mm(x, w, offs, out=out))  # noqa: B023
-        assert ours <= 1.5 * loop_ms, f"{ours:.3f} ms, loop {loop_ms:.3f} ms"
+        backends = ["triton", *(["cutlass"] if torch.cuda.get_device_capability() == (9, 0) else [])]
+        loop_ms = do_bench(loop)
+        for backend in backends:
+            ours = do_bench(lambda: gmm.grouped_mm(x, w, offs, out=out, backend=backend))  # noqa: B023
+            assert ours <= 1.05 * loop_ms, f"{backend}: {ours:.3f} ms, loop {loop_ms:.3f} ms"
 
 
 @modes

@@ -142,6 +142,12 @@ def test_bad_call(row: str, device: str) -> None:
         with pytest.raises((ValueError, RuntimeError)) as caught:
             gmm.grouped_mm(**call)
         assert str(caught.value) == text
+        for name in ("a", "b", "bias"):
+            if call[name] is not None and call[name].is_floating_point():
+                call[name].requires_grad_()
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            gmm.grouped_mm(**call)
+        assert str(caught.value) == text, "with gradients"
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r not in ("backend", "out_overlaps_itself")])

@@ -210,3 +210,14 @@ def test_calls_without_a_product(backend: str) -> None:
         plan = gmm.explain(**{**base, **changes}, sm=90, backend=backend)
         assert (plan.backend, plan.kernel) == ("reference", "no products") and plan.launches <= 1
         assert gmm.explain(**{**base, **changes}, sm=90, accumulate=True).launches == 0
+
+
+def test_why_the_pointer_array_takes_a_batch() -> None:
+    """A batch is a list to the library."""
+    plan = gmm.explain((64, 128, 64), (64, 64, 256), out_dtype=torch.float32, sm=90)
+    assert "pointer_array" in plan.kernel
+    assert plan.reasons["cutlass"] == (
+        "chosen: first in order of preference that takes the call; pointer array, as descriptor array refuses: "
+        "64 groups need large parameters, which no kernel for this D takes"
+    )
+    assert ";" not in gmm.explain((64, 128, 64), (64, 64, 256), sm=90).reasons["cutlass"]

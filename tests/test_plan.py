@@ -103,6 +103,29 @@ def test_copies_are_counted() -> None:
     assert (chosen.backend, chosen.copies) == ("cutlass", 3)
 
 
+def test_why_the_pointer_array_takes_a_list() -> None:
+    """Or does not: the fast path is the first choice, and needs no words; one asked for by name neither."""
+    few, many = [Group(64, 128, 64)] * 8, [Group(64, 128, 64)] * 300
+    first = "chosen: first in order of preference that takes the call"
+    for groups, options, refusal in (
+        (few, {}, ""),
+        (few, {"layout": LAYOUTS["tt"]}, "a[0] is column-major and b[0] column-major"),
+        (few, {"out_dtype": FP32}, "8 groups need large parameters, which no kernel for this D takes"),
+        (many, {}, "300 groups need 5 launches"),
+    ):
+        taken = plan(groups, **options)
+        assert ("pointer_array" in taken.kernel) == bool(refusal)
+        reason = taken.reasons["cutlass"]
+        assert reason.startswith(
+            first + (f"; pointer array, as descriptor array refuses: {refusal}" if refusal else "")
+        )
+        assert bool(refusal) == (";" in reason)
+    asked = plan(many, backend="cutlass").reasons["cutlass"]
+    assert asked == "chosen: asked for; pointer array, as descriptor array refuses: 300 groups need 5 launches"
+    kernel = "cutlass: " + plan(many).kernel
+    assert plan(few, backend=kernel).reasons["cutlass"] == "chosen: asked for"
+
+
 def test_slices_of_one_buffer_are_no_special_case() -> None:
     x = torch.empty(400, 64, dtype=BF16)
     w = [torch.empty(128, 64, dtype=BF16) for _ in range(4)]

@@ -580,16 +580,33 @@ def test_handles_are_launched_with_the_arguments_of_the_call(fake_gpu: FakeDrive
     assert fake_gpu.launches[1][:3] == ((200 // config.block_m + 5) * -(-48 // config.block_n), 1, 1)
 
 
+def test_profilers_see_launches_of_handles(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's launch hooks, which direct launches pass by while there are none, get what its own path gives them."""
+    from triton import knobs
+
+    launch.run(*forward(200))
+    launch.run(*forward(200))
+    for hook in ("launch_enter_hook", "launch_exit_hook"):
+        chain = type(knobs.runtime.launch_enter_hook)()
+        chain.add(print)
+        with monkeypatch.context() as patch:
+            patch.setattr(knobs.runtime, hook, chain)
+            launch.run(*forward(200))
+        metadata, enter, leave = fake_gpu.launches[-1][6:9]
+        assert (enter if hook == "launch_enter_hook" else leave) is chain
+        assert metadata.get()["name"] == "grouped_gemm"
+    assert fake_gpu.launches[1][6:9] == (None, None, None)
+
+
 def test_falls_back_to_the_jit_path(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where this Triton's compiled kernels take other arguments, and says so."""
     launch.run(*forward(200))
 
     class Strange:
-        def __getitem__(self, grid: Any) -> Callable[..., None]:
-            def launcher(*_: Any) -> None:
-                raise TypeError("takes exactly 3 arguments")
+        function = packed_metadata = None
 
-            return launcher
+        def run(self, *_: Any) -> None:
+            raise TypeError("takes exactly 3 arguments")
 
     for plan in launch._plans.values():
         plan.compiled = Strange()
@@ -893,6 +910,37 @@ def test_direct_calls_of_one_kind_differ_in_tokens_alone(device: torch.device) -
     for a, b, ends_of_groups in wrong:
         with pytest.raises(RuntimeError, match="expected"), torch.no_grad():
             gmm.grouped_mm(a, b, ends_of_groups, trans_b=b is w, backend="triton")
+
+
+def test_direct_calls_by_every_way_to_ask_for_triton(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """backend=, use_backend() and GMM_BACKEND; and the op itself."""
+    a, b = torch.randn(6, 16, device=device), torch.randn(2, 16, 8, device=device)
+    offs = torch.tensor([3, 5], dtype=torch.int32, device=device)
+
+    def by_environment() -> Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(gmm.backend, "_environment", "triton")
+            return gmm.grouped_mm(a, b, offs)
+
+    def by_setter() -> Tensor:
+        with gmm.use_backend("triton"):
+            return gmm.grouped_mm(a, b, offs)
+
+    def by_argument() -> Tensor:
+        return gmm.grouped_mm(a, b, offs, backend="triton")
+
+    def by_the_op() -> Tensor:
+        return torch.ops.gmm.grouped_mm(a, b, offs, backend="triton")
+
+    for way in (by_environment, by_setter, by_argument, by_the_op):
+        launch.forget_plans()
+        for _ in range(2):
+            gmm.grouped_mm(a, b, offs, backend="reference" if device.type == "cpu" else "cublas")
+            y = way()
+            assert gmm.last_backend().startswith("triton: grouped_gemm_")
+            torch.testing.assert_close(y[:3], a[:3] @ b[0], rtol=1e-3, atol=1e-3)
+            assert not y[5:].any()
+        assert len(launch.direct_plans) == 1, f"{way.__name__} went through the dispatcher"
 
 
 def test_direct_calls_leave_to_the_dispatcher_what_is_its(device: torch.device) -> None:

@@ -98,6 +98,7 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
   if (args.form == GMM_LIST && args.num_groups == 0) return;
   const Device &device = device_properties(args.device);
   const Plan plan = make_plan(args, device, nullptr);
+  const DeviceGuard guard(args.device);
   if (!workspace && plan.workspace_bytes > 0 && args.allocate) {
     workspace = args.allocate(plan.workspace_bytes, args.allocate_context);
     workspace_bytes = plan.workspace_bytes;
@@ -107,7 +108,6 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
             plan.workspace_bytes, workspace_bytes);
   GMM_CHECK(plan.workspace_bytes == 0 || (workspace && reinterpret_cast<uintptr_t>(workspace) % 256 == 0),
             "workspace: expected 256-byte aligned device memory, got %p", workspace);
-  const DeviceGuard guard(args.device);
   if (plan.fill) fill(args, plan.fill_all, stream);
   if (plan.products > 0) {
     if (plan.backend == GMM_BACKEND_CUBLAS)

@@ -69,7 +69,8 @@ const sm90::Kernel *find_kernel(const char *name, const sm90::Kernel *const (&ke
   return nullptr;
 }
 
-// The three plan_... functions: true when the call can run there; they complete the plan. `why` may be null.
+// The plan_... functions: true when the call can run there; they complete the plan. `why` may be null; it gets the reason
+// of a refusal, or why a backend that takes the call does so with another kernel than its first choice.
 bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
   if (device.sm != 90) {
     if (why) *why = format("its kernels are compiled for sm90a, which only sm90 runs; the device is sm%d", device.sm);
@@ -103,6 +104,7 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
     return false;
   }
   if (!sm90::pointer_array::accepts(args, why)) return false;
+  if (why && !refused.empty()) *why = "pointer array, as descriptor array refuses: " + refused;
   const sm90::Kernel *asked = find_kernel(args.kernel, sm90::pointer_array::kKernels);
   if (args.kernel && !asked) {
     if (why) *why = format("no kernel named '%s' takes this call", args.kernel);
@@ -197,8 +199,10 @@ Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {
       *why = format("%s takes the call and comes first", backend_name(chosen.backend));
     } else {
       chosen = plan;
-      if (why)
-        *why = asked == backend ? "chosen: asked for" : "chosen: first in order of preference that takes the call";
+      if (why) {
+        const char *chosen_as = asked == backend ? "asked for" : "first in order of preference that takes the call";
+        *why = std::string("chosen: ") + chosen_as + (why->empty() ? "" : "; " + *why);
+      }
     }
   }
   if (chosen.backend == GMM_BACKEND_AUTO) {

@@ -4,6 +4,7 @@
 // time, so the lists here own plain handles.
 #pragma once
 
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -103,6 +104,43 @@ class TensorArgument {
   bool owned_ = true;
 };
 
+// Holds Python's lock, where there is a Python. Who lets go of the last C++ reference to a tensor takes the lock, and
+// the dispatcher has given it back during a call: to take it once for a list spares 64 groups 9 us of 49 (CPU of two
+// cores). Found at run time, as this library is for every Python and for none.
+class PythonLock {
+ public:
+  PythonLock() : held_(ensure() != nullptr) {
+    if (held_) state_ = ensure()();
+  }
+  ~PythonLock() {
+    if (held_) release()(state_);
+  }
+  PythonLock(const PythonLock &) = delete;
+  PythonLock &operator=(const PythonLock &) = delete;
+
+ private:
+  template <class Function>
+  static Function find(const char *name) {
+    return reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+  }
+
+  static int (*ensure())() {
+    static const auto function = [] {
+      const auto is_initialized = find<int (*)()>("Py_IsInitialized");
+      return is_initialized && is_initialized() ? find<int (*)()>("PyGILState_Ensure") : nullptr;
+    }();
+    return function;
+  }
+
+  static void (*release())(int) {
+    static const auto function = find<void (*)(int)>("PyGILState_Release");
+    return function;
+  }
+
+  const bool held_;
+  int state_ = 0;
+};
+
 // A Tensor[] or Tensor[]? of the stack. Owns its tensors until its end, or until release().
 class TensorList {
  public:
@@ -126,6 +164,7 @@ class TensorList {
 
   ~TensorList() {
     if (!list_) return;
+    const PythonLock lock;
     for (const TensorView &tensor : views_) aoti_torch_delete_tensor_object(tensor.handle);
     torch_delete_list(list_);
     delete box_;  // made by libtorch with new, as torch::stable does it for targets before 2.13

@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from gmm.check import check_lengths
 
 _mm = torch.ops.gmm.multi_tensor_mm.default
+_redispatch = torch._C._dispatch_find_schema_or_throw("gmm::multi_tensor_mm", "").redispatch_boxed
+_DEFAULTS = {"trans_a": False, "trans_b": False, "allow_tf32": False, "sm_margin": 0, "backend": "auto"}
 
 
 class _MultiTensorMM(torch.autograd.Function):
@@ -97,33 +99,23 @@ def _products(
 
 
 def _autograd_kernel(
-    a: Sequence[Tensor],
-    b: Sequence[Tensor],
-    bias: Sequence[Tensor] | None = None,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = False,
-    out_dtype: torch.dtype | None = None,
-    allow_tf32: bool = False,
-    sm_margin: int = 0,
-    backend: str = "auto",
+    keys: Any, a: Sequence[Tensor], b: Sequence[Tensor], bias: Sequence[Tensor] | None = None, **options: Any
 ) -> Sequence[Tensor]:
-    options = {
-        "trans_a": trans_a,
-        "trans_b": trans_b,
-        "out_dtype": out_dtype,
-        "allow_tf32": allow_tf32,
-        "sm_margin": sm_margin,
-        "backend": backend,
-    }
+    """libtorch passes only options that differ from the op's defaults."""
     tensors = (*a, *b, *(bias or ()))
     differentiated = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     if differentiated or forward_ad._current_level >= 0:  # the class has no jvp, and says so where there are tangents
         check_lengths(a, b, None, bias)  # which tells them apart in the flat list
-        return list(_MultiTensorMM.apply(len(a), options, *tensors))
-    with torch._C._AutoDispatchBelowAutograd():
-        return _mm(a, b, bias, **options)
+        return list(_MultiTensorMM.apply(len(a), {**_DEFAULTS, **options}, *tensors))
+    return _redispatch(keys & torch._C._after_autograd_keyset, a, b, bias, **options)
+
+
+def note_write(written: Tensor | Sequence[Tensor]) -> None:
+    """Tells autograd what an op has written, which it does not see: a graph that has saved the old values then raises
+    in its backward."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(written)
 
 
 _library = torch.library.Library("gmm", "IMPL")
-_library.impl("multi_tensor_mm", _autograd_kernel, "Autograd")
+_library.impl("multi_tensor_mm", _autograd_kernel, "Autograd", with_keyset=True)

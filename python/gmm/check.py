@@ -75,6 +75,7 @@ def check(condition: bool | torch.SymBool, text: str, *values: object) -> None:
 def _check_list(name: str, tensors: Sequence[Tensor], dim: int, a0: Tensor, dtype: torch.dtype, like: str) -> None:
     """Rank, device and dtype of a whole list; `like` names the tensor whose dtype it must have."""
     for i, x in enumerate(tensors):
+        check_dense(f"{name}[{i}]", x)
         dims = "dimension" if dim == 1 else "dimensions"
         check(x.dim() == dim, "{}[{}]: expected {} {}, got {}", name, i, dim, dims, x.dim())
         check(
@@ -82,8 +83,6 @@ def _check_list(name: str, tensors: Sequence[Tensor], dim: int, a0: Tensor, dtyp
             "{}[{}]: expected a tensor on {} (where a[0] is), got one on {}",
             *(name, i, a0.device, x.device),
         )
-        if x.layout is not torch.strided:
-            raise RuntimeError(f"{name}[{i}]: expected a dense tensor, got layout {x.layout}")
         if x.dtype != dtype:
             expected, got = dtype_name(dtype), dtype_name(x.dtype)
             raise RuntimeError(f"{name}[{i}]: expected {expected} (the dtype of {like}), got {got}")
@@ -106,12 +105,33 @@ def _check_d(
         m, n = a[i].shape[trans_a], b[i].shape[not trans_b]
         for size, expected in zip(x.shape, (m, n), strict=True):
             check(size == expected, "d[{}]: expected shape [{}, {}], got {}", i, m, n, list(x.shape))
-        check(
-            not may_overlap_itself(x),
-            "d[{}]: expected elements that do not share memory, got shape {} with strides {}",
-            *(i, list(x.shape), list(x.stride())),
-        )
+        check_no_overlap(f"d[{i}]", x)
     return d[0].dtype
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """Whether its elements are where its strides say."""
+    if x.is_nested or x.is_quantized or x.layout is not torch.strided:
+        kind = "a nested one" if x.is_nested else "a quantized one" if x.is_quantized else f"layout {x.layout}"
+        raise RuntimeError(f"{name}: expected a dense tensor, got {kind}")
+
+
+def check_no_negative_bit(name: str, x: Tensor) -> None:
+    """A kernel would write the values themselves, which are read with the other sign."""
+    if x.is_neg():
+        raise RuntimeError(f"{name}: expected a tensor without the negative bit, got one with it; see resolve_neg()")
+
+
+def check_not_inference(name: str, x: Tensor) -> None:
+    """torch lets nobody write into an inference tensor outside of inference mode, but does not look at custom ops."""
+    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(f"{name}: expected a normal tensor outside of inference mode, got an inference tensor")
+
+
+def check_no_overlap(name: str, x: Tensor) -> None:
+    """Whether each element of what is written has memory of its own."""
+    expected = "{}: expected elements that do not share memory, got shape {} with strides {}"
+    check(not may_overlap_itself(x), expected, name, list(x.shape), list(x.stride()))
 
 
 def may_overlap_itself(x: Tensor) -> bool:

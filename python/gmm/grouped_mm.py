@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 import gmm.ragged.run  # noqa: F401  registers the CPU kernels
+from gmm.autograd import note_write
 from gmm.backend import parse, resolve
-from gmm.ops import allows_tf32, check_not_inference
+from gmm.check import check_not_inference
+from gmm.ops import allows_tf32, differing
 from gmm.ragged.autograd import apply, call
 from gmm.ragged.check import check_grouped
 
@@ -88,32 +90,18 @@ def grouped_mm(
     """
     name = resolve(backend)
     allow_tf32 = a.dtype is torch.float32 and allows_tf32()
-    if out is None and not accumulate and weight_grad_out is None:
-        return call(a, b, offs, bias, **_differing(out_dtype, trans_b, allow_tf32, sm_margin, name))
-    options = {"trans_b": trans_b, "allow_tf32": allow_tf32, "sm_margin": sm_margin, "backend": name}
-    if out is not None:
-        return _write(a, b, offs, bias, out, accumulate, out_dtype, weight_grad_out, options)
-    if accumulate:
+    if accumulate and out is None:
         raise ValueError("accumulate: expected out to add to, got None")
-    return apply(a, b, offs, bias, weight_grad_out, out_dtype=out_dtype, **options)
-
-
-def _differing(
-    out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool, sm_margin: int, backend: str
-) -> dict[str, Any]:
-    """Those that differ from the op's defaults: to parse each takes libtorch half a microsecond."""
-    options: dict[str, Any] = {}
-    if out_dtype is not None:
-        options["out_dtype"] = out_dtype
-    if trans_b:
-        options["trans_b"] = True
-    if allow_tf32:
-        options["allow_tf32"] = True
-    if sm_margin:
-        options["sm_margin"] = sm_margin
-    if backend != "auto":
-        options["backend"] = backend
-    return options
+    if out_dtype is not None and out is not None:
+        raise ValueError(f"out_dtype: expected None, as out has its own dtype, got {out_dtype}")
+    options = differing(
+        out_dtype, trans_b=trans_b, accumulate=accumulate, allow_tf32=allow_tf32, sm_margin=sm_margin, backend=name
+    )
+    if out is not None:
+        return _write(a, b, offs, bias, out, weight_grad_out, options)
+    if weight_grad_out is not None:
+        return apply(a, b, offs, bias, weight_grad_out, options)
+    return call(a, b, offs, bias, options)
 
 
 def _write(
@@ -122,14 +110,10 @@ def _write(
     offs: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
-    accumulate: bool,
-    out_dtype: torch.dtype | None,
     weight_grad_out: Tensor | None,
     options: dict[str, Any],
 ) -> Tensor:
     """Into the caller's tensor."""
-    if out_dtype is not None:
-        raise ValueError(f"out_dtype: expected None, as out has its own dtype, got {out_dtype}")
     if weight_grad_out is not None:
         raise ValueError("weight_grad_out: expected None, as what is written into out is not differentiable")
     if torch.is_grad_enabled():
@@ -140,9 +124,8 @@ def _write(
                     "differentiable; leave out out, or call under torch.no_grad()"
                 )
     check_not_inference("out", out)
-    _mm_out(a, b, offs, bias, out, accumulate=accumulate, **options)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(out)  # torch does not know that the op wrote
+    _mm_out(a, b, offs, bias, out, **options)
+    note_write(out)
     return out
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-import gmm.autograd
+import gmm.dense
 import gmm.reference  # noqa: F401  registers the CPU kernels
+from gmm.autograd import note_write
 from gmm.backend import parse, resolve
-from gmm.check import check_call, check_lengths
+from gmm.check import check_call, check_dense, check_lengths, check_not_inference
 
 _gemm = torch.ops.gmm.multi_tensor_gemm.default
 _mm = torch.ops.gmm.multi_tensor_mm.default
+_version = operator.attrgetter("_version")
 
 
 def multi_tensor_gemm(
@@ -73,23 +77,10 @@ def multi_tensor_gemm(
         check_lengths(a, b, d, bias)
         return []
     allow_tf32 = a[0].dtype is torch.float32 and allows_tf32()
-    if d is None:
-        return _mm(
-            *(a, b, bias),
-            trans_a=trans_a,
-            trans_b=trans_b,
-            out_dtype=out_dtype,
-            allow_tf32=allow_tf32,
-            sm_margin=sm_margin,
-            backend=name,
-        )
-    if torch.is_grad_enabled():
-        _check_no_grad(a, b, d, () if bias is None else bias)
-    if not torch.compiler.is_compiling() and any(map(Tensor.is_inference, d)):
-        for i, x in enumerate(d):
-            check_not_inference(f"d[{i}]", x)
-    _gemm(
-        *(a, b, d, bias),
+    if bias is not None and not torch.compiler.is_compiling():
+        bias = _readable(bias)
+    options = differing(
+        out_dtype,
         trans_a=trans_a,
         trans_b=trans_b,
         accumulate=accumulate,
@@ -97,9 +88,44 @@ def multi_tensor_gemm(
         sm_margin=sm_margin,
         backend=name,
     )
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(d)  # torch does not know that the op wrote
+    if d is None:
+        return _mm(a, b, bias, **options)
+    if torch.is_grad_enabled():
+        _check_no_grad(a, b, d, () if bias is None else bias)
+    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        _check_none_is_inference(d)
+    _gemm(a, b, d, bias, **options)
+    note_write(d)
     return list(d)
+
+
+def differing(
+    out_dtype: torch.dtype | None = None,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = False,
+    accumulate: bool = False,
+    allow_tf32: bool = False,
+    sm_margin: int = 0,
+    backend: str = "auto",
+) -> dict[str, Any]:
+    """Those that differ from the ops' defaults: to parse each takes libtorch half a microsecond."""
+    options: dict[str, Any] = {}
+    if out_dtype is not None:
+        options["out_dtype"] = out_dtype
+    if trans_a:
+        options["trans_a"] = True
+    if trans_b:
+        options["trans_b"] = True
+    if accumulate:
+        options["accumulate"] = True
+    if allow_tf32:
+        options["allow_tf32"] = True
+    if sm_margin:
+        options["sm_margin"] = sm_margin
+    if backend != "auto":
+        options["backend"] = backend
+    return options
 
 
 @torch.compiler.assume_constant_result  # not traceable; compiled code is guarded by this setting anyway
@@ -108,10 +134,23 @@ def allows_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def check_not_inference(name: str, x: Tensor) -> None:
-    """torch lets nobody write into an inference tensor outside of inference mode, but does not look at custom ops."""
-    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-        raise RuntimeError(f"{name}: expected a normal tensor outside of inference mode, got an inference tensor")
+def _readable(bias: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of dense tensors without the negative bit. For a, b and d the dispatcher sees to that (gmm/dense.py), but it does
+    not look into optional lists."""
+    for i, x in enumerate(bias):
+        if x.is_nested or x.layout is not torch.strided:
+            check_dense(f"bias[{i}]", x)
+    return [x.resolve_neg() for x in bias] if any(map(Tensor.is_neg, bias)) else bias
+
+
+def _check_none_is_inference(d: Sequence[Tensor]) -> None:
+    """By their versions, which inference tensors have none of: Tensor.is_inference takes half as long again."""
+    try:
+        for _ in map(_version, d):
+            pass
+    except RuntimeError:
+        for i, x in enumerate(d):
+            check_not_inference(f"d[{i}]", x)
 
 
 def _check_no_grad(*lists: Sequence[Tensor]) -> None:

@@ -46,7 +46,7 @@ typedef enum gmm_dtype { GMM_BF16 = 0, GMM_FP16 = 1, GMM_FP32 = 2 } gmm_dtype;
 
 typedef enum gmm_backend {
   GMM_BACKEND_AUTO = 0,    /* the library chooses */
-  GMM_BACKEND_CUTLASS = 1, /* grouped kernels, one launch for many groups; sm90 */
+  GMM_BACKEND_CUTLASS = 1, /* grouped kernels, few launches for all groups; sm90 */
   GMM_BACKEND_CUBLAS = 2   /* one cuBLAS call a group, spread over several streams; any GPU */
 } gmm_backend;
 #define GMM_NUM_BACKENDS 3
@@ -97,8 +97,9 @@ typedef struct gmm_args {
   gmm_backend backend; /* GMM_BACKEND_AUTO, or one that must take the call (else GMM_ERROR_UNSUPPORTED) */
   const char *kernel;  /* NULL, or the CUTLASS kernel that must take the call, as gmm_plan_result.kernel names it */
   /* NULL, or where gmm_multi_tensor_gemm() gets a workspace that it was not given: called at most once, with
-   * allocate_context, before anything is written. Returns device memory as `workspace` below, or NULL to fail the call
-   * with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first time. */
+   * allocate_context and the device current, before anything is written. Returns device memory as `workspace` below, or
+   * NULL to fail the call with GMM_ERROR_CUDA. Spares the caller gmm_workspace_size(), which makes the plan a first
+   * time. */
   void *(*allocate)(size_t bytes, void *allocate_context);
   void *allocate_context;
   gmm_form form;

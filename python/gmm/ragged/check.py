@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from gmm.backend import text_of_error
-from gmm.check import DTYPES, check, check_d_dtype, dtype_name, may_overlap_itself
+from gmm.check import (
+    DTYPES,
+    check,
+    check_d_dtype,
+    check_dense,
+    check_no_negative_bit,
+    check_no_overlap,
+    check_not_inference,
+    dtype_name,
+)
 
 CHECKS_OFFSETS = os.environ.get("GMM_CHECK_OFFSETS") == "1"
 
@@ -73,14 +82,21 @@ def check_grouped(
 
 
 def check_weight_grad_out(x: Tensor, b: Tensor, dtype: torch.dtype) -> None:
-    """Whether the gradient of b, made of factors in dtype, can be added to x. Raises ValueError where b has none."""
+    """Whether the gradient of b, made of factors in dtype, can be added to x. Raises ValueError where b has none.
+
+    What would be refused in backward is refused here, where it can be found."""
     if torch.is_grad_enabled() and not b.requires_grad:
         raise ValueError("weight_grad_out: expected a b that requires grad, as its gradient is what is added")
+    check_dense("weight_grad_out", x)
     check(list(x.shape) == list(b.shape), "weight_grad_out: expected shape {}, got {}", list(b.shape), list(x.shape))
     check_d_dtype("weight_grad_out", x.dtype, dtype, "b")
     expected = "weight_grad_out: expected a tensor on {} (where b is), got one on {}"
     check(x.device == b.device, expected, b.device, x.device)
     check(not x.requires_grad, "weight_grad_out: expected a tensor that does not require grad")
+    if not torch.compiler.is_compiling():  # cannot be traced
+        check_not_inference("weight_grad_out", x)
+        check_no_negative_bit("weight_grad_out", x)
+        check_no_overlap("weight_grad_out", x)
 
 
 def check_offsets(offs: Tensor, total: int) -> None:
@@ -94,8 +110,7 @@ def check_offsets(offs: Tensor, total: int) -> None:
 
 def _check_device(name: str, x: Tensor, a: Tensor) -> None:
     check(x.device == a.device, "{}: expected a tensor on {} (where a is), got one on {}", name, a.device, x.device)
-    if x.layout is not torch.strided:
-        raise RuntimeError(f"{name}: expected a dense tensor, got layout {x.layout}")
+    check_dense(name, x)
 
 
 def _check_dtype(name: str, x: Tensor, dtype: torch.dtype, like: str) -> None:
@@ -152,11 +167,7 @@ def _check_out(a: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
     check(out.dim() == len(expected), "out: expected shape {}, got {}", list(expected), list(out.shape))
     for size, want in zip(out.shape, expected, strict=True):
         check(size == want, "out: expected shape {}, got {}", list(expected), list(out.shape))
-    check(
-        not may_overlap_itself(out),
-        "out: expected elements that do not share memory, got shape {} with strides {}",
-        *(list(out.shape), list(out.stride())),
-    )
+    check_no_overlap("out", out)
     return out.dtype
 
 

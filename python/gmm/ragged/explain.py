@@ -174,17 +174,19 @@ def _choose(plans: dict[str, Plan | str], choice: Choice, on_host: bool) -> Plan
         if not takers:
             raise RuntimeError("no backend takes this call. " + ". ".join(f"{x}: {plans[x]}" for x in _ORDER[:3]))
         chosen = takers[0]
+    taken = plans[chosen]
+    assert isinstance(taken, Plan)
+    _, semicolon, why_that_kernel = taken.reasons.get(chosen, "").partition(";")  # as csrc/core/plan.cpp has it
     reasons = {}
     for name in _ORDER:
         plan = plans[name]
         if name == chosen:
             reasons[name] = "chosen: asked for" if asked else "chosen: first in order of preference that takes the call"
+            reasons[name] += semicolon + why_that_kernel
         elif isinstance(plan, str):
             reasons[name] = plan
         elif name == "reference":
             reasons[name] = last
         else:
             reasons[name] = "not asked for" if asked or on_host else f"{chosen} takes the call and comes first"
-    plan = plans[chosen]
-    assert isinstance(plan, Plan)
-    return Plan(**{**vars(plan), "reasons": reasons})
+    return Plan(**{**vars(taken), "reasons": reasons})

@@ -57,23 +57,25 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
 
 
 def run_directly(
-    a: Tensor, b: Tensor, offs: Tensor, *, out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool
+    a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None, trans_b: bool, allow_tf32: bool, backend: str
 ) -> Tensor:
     """grouped_mm on Triton, ragged in M, or in K without trans_b; without the way through the dispatcher to C++ and
-    back, which takes longer than all else. Calls that differ in the number of tokens alone are checked once."""
-    in_m = len(b.shape) == 3
+    back, which takes longer than all else. Calls that differ in the number of tokens alone are checked once. backend:
+    "triton", or "triton,auto"."""
+    b_shape, groups = b.shape, offs.shape
+    in_m = len(b_shape) == 3
     tokens, rest = a.shape if in_m else reversed(a.shape)
-    groups = offs.shape
+    a_at, b_at = a.data_ptr(), b.data_ptr()
     key = (
-        *(rest, b.shape if in_m else (b.shape[1:], b.shape[0] == tokens), a.stride(), b.stride(), groups, trans_b),
-        *(a.dtype, b.dtype, offs.dtype, out_dtype, allow_tf32, a.device, b.device, offs.device, offs.is_contiguous()),
-        *(tokens > 1, bucket_of(tokens, groups[0] if groups else 0), a.data_ptr() % 16, b.data_ptr() % 16),
+        (rest, b_shape if in_m else (b_shape[1], b_shape[0] == tokens), a.stride(), b.stride(), groups, trans_b),
+        (a.dtype, b.dtype, offs.dtype, out_dtype, allow_tf32, a.device, b.device, offs.device, offs.is_contiguous()),
+        (tokens > 1, bucket_of(tokens, groups[0] if groups else 0), a_at % 16, b_at % 16),
     )
-    found = direct_plans.get(key) if a.data_ptr() and b.data_ptr() and offs.data_ptr() else None
+    found = direct_plans.get(key) if a_at and b_at and offs.data_ptr() else None
     if found is None:
         shape, dtype = check_grouped(a, b, offs, out_dtype=out_dtype, trans_b=trans_b)
         out = a.new_empty(shape.out, dtype=dtype)
-        plan = run(a, b.mT if trans_b else b, offs, None, out, Options(False, allow_tf32, 0, "triton"))
+        plan = run(a, b.mT if trans_b else b, offs, None, out, Options(False, allow_tf32, 0, backend))
         if plan is not None and offs.is_contiguous():
             keep(direct_plans, key, (plan, core.last_backend()))
         return out

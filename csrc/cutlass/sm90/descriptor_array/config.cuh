@@ -1,11 +1,9 @@
 // The types that the parts of the kernel share: configuration, shared memory, tiles and barriers.
 //
 // wgmma multiplies a P operand (its M side, in steps of 64) with a Q operand (its N side, in steps of 8):
-//   tokens in rows (forward, dgrad)  P is B, the expert's weights; Q is A, the tokens. A tile takes exactly as many
-//   rows
-//                                    as it needs, in steps of 16, and no group pays for padding. D is P along its rows.
-//   tokens in K (wgrad)              P is A (dy), Q is B (x): both are contiguous along their own dimension, not along
-//   K.
+//   tokens in rows (forward, dgrad): P is B, the expert's weights; Q is A, the tokens. A tile takes exactly as many
+//     rows as it needs, in steps of 16, and no group pays for padding. D is P along its rows.
+//   tokens in K (wgrad): P is A (dy), Q is B (x): both are contiguous along their own dimension, not along K.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
