@@ -31,7 +31,7 @@ endif
 
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
 
-.PHONY: demo test build installed dev format lint wheel
+.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c
 
 demo:
 	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
@@ -75,3 +75,26 @@ $(VENV)/.installed: pyproject.toml setup.py | build
 $(VENV)/.dev: pyproject.toml setup.py | build
 	$(PIP) install -q --no-build-isolation -e ".[dev]"
 	@touch $@ $(INSTALLED)
+
+# Random calls against fp64, by the thousand on a GPU: make fuzz FUZZ_ARGS="--cases 20000 --seconds 600 --seed 3"
+fuzz: dev
+	$(PY) tests/fuzz.py $(FUZZ_ARGS)
+
+# The core without CUDA, instrumented: every input may only be refused, and nothing be read but what it says is there.
+# FUZZ_SECONDS and SEED choose another run.
+fuzz-c: FUZZ_SECONDS ?= 300
+fuzz-c: build/fuzz/fuzz
+	cd build/fuzz && ./fuzz $(FUZZ_SECONDS) $(SEED)
+
+HOST_SOURCES := $(wildcard csrc/core/*.cpp csrc/cublas/heuristics.cpp csrc/cutlass/sm90/*/heuristics.cpp)
+HOST_HEADERS := $(wildcard csrc/core/*.h csrc/cublas/*.h csrc/cutlass/sm90/*.h csrc/cutlass/sm90/*/*.h csrc/include/gmm/gmm.h)
+HOST_FLAGS := -std=c++17 -g -Icsrc -Icsrc/include -DGMM_WITH_CUDA=0 -DGMM_ARCHS='"none"' \
+  $(foreach name,CUDA CUTLASS CUBLAS,-DGMM_$(name)_VERSION='"none"')
+SANITIZE := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+
+build/fuzz/fuzz: $(HOST_SOURCES:%.cpp=build/fuzz/%.o) tests/c/fuzz.cpp
+	$(CXX) $(HOST_FLAGS) $(SANITIZE) $^ -o $@
+
+build/fuzz/%.o: %.cpp $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) $(HOST_FLAGS) $(SANITIZE) -fsanitize-coverage=trace-pc -c $< -o $@
