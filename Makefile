@@ -31,7 +31,7 @@ endif
 
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
 
-.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c
+.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize
 
 demo:
 	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
@@ -79,6 +79,10 @@ $(VENV)/.dev: pyproject.toml setup.py | build
 # Random calls against fp64, by the thousand on a GPU: make fuzz FUZZ_ARGS="--cases 20000 --seconds 600 --seed 3"
 fuzz: dev
 	$(PY) tests/fuzz.py $(FUZZ_ARGS)
+
+# Every kernel under the tools of compute-sanitizer.
+sanitize: dev
+	$(PY) tests/sanitize.py $(SANITIZE_ARGS)
 
 # The core without CUDA, instrumented: every input may only be refused, and nothing be read but what it says is there.
 # FUZZ_SECONDS and SEED choose another run.

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import grouped_cases
 import pytest
 import torch
-from cases import DTYPES, HALVES, LAYOUTS, Group, Layout, ragged
+from cases import DTYPES, HALVES, KERNELS, LAYOUTS, Group, Layout, ragged
 from check import CANARY, NAN, Call, run, seeded
 from conftest import environment
 from grouped_cases import MODES, check_grads, out_shape
@@ -288,8 +288,6 @@ def draw_backend(rng: random.Random, form: str, device: torch.device) -> str:
     if form == "grads":
         return "auto"
     if form == "list":
-        from test_kernels import KERNELS
-
         names = ("auto", "cutlass", "cutlass", "cublas", f"cutlass: {rng.choice(KERNELS)}")
     else:
         names = ("auto", "auto", "cutlass", "cutlass", "cutlass", "cublas", "triton")
