@@ -31,7 +31,7 @@ endif
 
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
 
-.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize
+.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize soak
 
 demo:
 	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
@@ -83,6 +83,10 @@ fuzz: dev
 # Every kernel under the tools of compute-sanitizer.
 sanitize: dev
 	$(PY) tests/sanitize.py $(SANITIZE_ARGS)
+
+# Threads, streams, forks and ten minutes of random calls: nothing grows, no bit changes.
+soak: dev
+	GMM_TEST_SOAK=$(or $(SOAK_SECONDS),600) $(PY) -m pytest -s tests/test_stress.py --timeout 3600
 
 # The core without CUDA, instrumented: every input may only be refused, and nothing be read but what it says is there.
 # FUZZ_SECONDS and SEED choose another run.
