@@ -30,14 +30,8 @@ FORBIDDEN_MODULES = {
 }
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "system", "popen", "loads", "torch.load", "__import__"}
 # What may be set: the choice of a backend, a check, a number, and a folder.
-VARIABLES = {
-    "GMM_BACKEND",
-    "GMM_CHECK_OFFSETS",
-    "GMM_CUBLAS_STREAMS",
-    "GMM_CACHE_DIR",
-    "XDG_CACHE_HOME",
-    "TRITON_INTERPRET",
-}
+VARIABLES = {"GMM_BACKEND", "GMM_CHECK_OFFSETS", "GMM_CUBLAS_STREAMS", "GMM_CACHE_DIR"}
+OTHERS_VARIABLES = {"XDG_CACHE_HOME", "TRITON_INTERPRET"}
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
