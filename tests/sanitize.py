@@ -260,7 +260,8 @@ def triton_calls() -> Iterator[str]:
 def run_calls() -> None:
     """All of them. Raises at the first that is wrong, or when a kernel was never taken."""
     counts: dict[str, int] = {}
-    for kernel in KERNELS:
+    has_cutlass = DEVICE.type == "cpu" or torch.cuda.get_device_capability() == (9, 0)
+    for kernel in KERNELS if has_cutlass else ():
         calls = [*list_calls(kernel, c_api.CUTLASS), *ragged_calls(kernel)]
         counts[kernel] = sum(what is not None for what in calls)
         assert counts[kernel] >= 4, f"{kernel}: never taken"
