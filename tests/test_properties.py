@@ -17,7 +17,8 @@ randoms = hypothesis.given(strategies.randoms(use_true_random=False))
 
 def examples(count: int) -> hypothesis.settings:
     """The same ones in every run; `make fuzz` draws others."""
-    quiet = [hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large]
+    names = ("too_slow", "data_too_large", "function_scoped_fixture")  # conftest.py's restore settings, no more
+    quiet = [getattr(hypothesis.HealthCheck, name) for name in names]
     return hypothesis.settings(
         max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=quiet
     )

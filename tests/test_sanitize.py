@@ -10,6 +10,8 @@ from pathlib import Path
 
 import c_api
 import pytest
+import sanitize
+import torch
 from conftest import environment
 
 SCRIPT = Path(__file__).with_name("sanitize.py")
@@ -24,6 +26,13 @@ def test_structs_have_the_librarys_sizes() -> None:
     result = c_api.PlanResult(1)
     assert c_api.library.gmm_plan(ctypes.byref(args), None, ctypes.byref(result))
     assert f"at least {ctypes.sizeof(result)}" in c_api.library.gmm_last_error().decode()
+
+
+def test_canaries_see_what_is_beside_a_tensor() -> None:
+    guarded = sanitize.buffer(torch.zeros(3, 8), exact=False)
+    assert guarded.intact()
+    guarded.memory[127] = 0
+    assert not guarded.intact()
 
 
 def test_every_kernel_stays_within_its_memory() -> None:
