@@ -3,51 +3,21 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/error.h"
 #include "core/groups.h"
+#include "cutlass/sm90/tma.h"
 
 namespace gmm::sm90::descriptor_array {
 namespace {
 
-constexpr int64_t kMaxExtent = 0x7fff0000;        // coordinates are 32-bit, rounded up to whole tiles
-constexpr int64_t kMaxStride = int64_t(1) << 33;  // bytes; a map's are 40-bit, and tail maps compute with them
-
-template <typename... Values>
-bool refuse(std::string *why, const char *text, Values... values) {
-  if (why) *why = format(text, values...);
-  return false;
-}
-
-// 32 bits: 64-bit divisions would show in the host time of a call.
-uint32_t ceil_div(int64_t a, uint32_t b) { return (uint32_t(a) + b - 1) / b; }
-
-int bytes_of(gmm_dtype dtype) { return dtype == GMM_FP32 ? 4 : 2; }
+// Coordinates are 32-bit, rounded up to whole tiles; a map's strides are 40-bit, and tail maps compute with them.
+constexpr Limits kLimits{0x7fff0000, int64_t(1) << 31};
 
 // Tokens in K: a is stored [tokens, M] and b [tokens, N].
 bool tokens_in_k(const gmm_matrix &a, const gmm_matrix &b) { return a.column_major && !b.column_major; }
 
-// What a TMA descriptor demands.
-bool accepts_matrix(const gmm_matrix &m, const char *name, int group, int element_bytes, std::string *why) {
-  const int elements = 16 / element_bytes;
-  if (m.rows > kMaxExtent || m.cols > kMaxExtent || m.ld > kMaxStride / 4)
-    return refuse(why, "%s[%d]: %lld x %lld with leading dimension %lld is beyond the kernels' 32-bit extents", name,
-                  group, (long long)m.rows, (long long)m.cols, (long long)m.ld);
-  if (reinterpret_cast<uintptr_t>(m.data) % 16 != 0)
-    return refuse(why, "%s[%d]: data %p is not 16-byte aligned", name, group, m.data);
-  if (m.ld % elements != 0)
-    return refuse(why, "%s[%d]: leading dimension %lld is not a multiple of %d elements (16 bytes)", name, group,
-                  (long long)m.ld, elements);
-  return true;
-}
-
 bool accepts_group(const gmm_args &args, int i, bool in_k, std::string *why) {
-  const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
-  const int d_bytes = bytes_of(args.d_dtype);
-  if (!accepts_matrix(a, "a", i, 2, why) || !accepts_matrix(b, "b", i, 2, why) ||
-      !accepts_matrix(d, "d", i, d_bytes, why))
-    return false;
-  if (d.cols % (16 / d_bytes) != 0)  // a TMA store writes the whole 16 bytes that a row ends in
-    return refuse(why, "d[%d]: %lld columns are not a multiple of %d (16 bytes)", i, (long long)d.cols, 16 / d_bytes);
+  const gmm_matrix &a = args.a[i], &b = args.b[i];
+  if (!accepts_operands(args, i, kLimits, why)) return false;
   if (in_k ? !tokens_in_k(a, b) : a.column_major)
     return refuse(why,
                   "a[%d] is %s-major and b[%d] %s-major; the kernels take a row-major, or a column-major and b "

@@ -3,41 +3,15 @@
 #include <cmath>
 #include <cstdint>
 
-#include "core/error.h"
 #include "core/groups.h"
 #include "cutlass/sm90/pointer_array/workspace.h"
+#include "cutlass/sm90/tma.h"
 
 namespace gmm::sm90::pointer_array {
 namespace {
 
-constexpr int64_t kMaxExtent = INT32_MAX - 1024;  // CUTLASS counts in int and rounds up to whole clusters of tiles
-
-template <typename... Values>
-bool refuse(std::string *why, const char *text, Values... values) {
-  if (why) *why = format(text, values...);
-  return false;
-}
-
-// What TMA asks of a matrix. Extents are free where it loads: it cuts at them, element by element.
-bool accepts_matrix(const gmm_matrix &m, const char *name, int group, int element_bytes, std::string *why) {
-  const int elements = 16 / element_bytes;
-  if (m.rows > kMaxExtent || m.cols > kMaxExtent || m.ld > kMaxExtent)
-    return refuse(why, "%s[%d]: %lld x %lld with leading dimension %lld is beyond the kernels' 32-bit extents", name,
-                  group, (long long)m.rows, (long long)m.cols, (long long)m.ld);
-  if (reinterpret_cast<uintptr_t>(m.data) % 16 != 0)
-    return refuse(why, "%s[%d]: data %p is not 16-byte aligned", name, group, m.data);
-  if (m.ld % elements != 0)
-    return refuse(why, "%s[%d]: leading dimension %lld is not a multiple of %d elements (16 bytes)", name, group,
-                  (long long)m.ld, elements);
-  return true;
-}
-
-// Loads are cut to the element; stores are not: TMA writes the whole 16 bytes that a row ends in.
-bool accepts_row_end(const gmm_matrix &d, int group, int element_bytes, std::string *why) {
-  const int elements = 16 / element_bytes;
-  if (d.cols % elements == 0) return true;
-  return refuse(why, "d[%d]: %lld columns are not a multiple of %d (16 bytes)", group, (long long)d.cols, elements);
-}
+// CUTLASS counts in int and rounds up to whole clusters of tiles.
+constexpr Limits kLimits{INT32_MAX - 1024, INT32_MAX - 1024};
 
 bool accepts_layout(const gmm_matrix &m, const gmm_matrix &first, const char *name, int group, std::string *why) {
   if (!m.column_major == !first.column_major) return true;
@@ -59,9 +33,6 @@ constexpr Cost kCosts[] = {
     {&k64x128, 1.10, 0.2},
 };
 
-// In 32 bits, which accepts() has made sure of: 64-bit divisions would show in the host time of a call.
-uint32_t ceil_div(int64_t x, uint32_t y) { return (uint32_t(x) + y - 1) / y; }
-
 double estimate_us(const gmm_args &args, const Cost &cost, int sm_count) {
   const Kernel &kernel = *cost.kernel;
   double clusters = 0, us = 0;
@@ -82,14 +53,11 @@ double estimate_us(const gmm_args &args, const Cost &cost, int sm_count) {
 bool accepts(const gmm_args &args, std::string *why) {
   if (args.ab_dtype != GMM_BF16 && args.ab_dtype != GMM_FP16)
     return refuse(why, "takes bf16 and fp16 inputs, got fp32");
-  const int d_bytes = args.d_dtype == GMM_FP32 ? 4 : 2;
   int first = -1;
   for (int i = 0; i < args.num_groups; ++i) {
     if (!has_product(args, i)) continue;
     if (first < 0) first = i;
-    if (!accepts_matrix(args.a[i], "a", i, 2, why) || !accepts_matrix(args.b[i], "b", i, 2, why) ||
-        !accepts_matrix(args.d[i], "d", i, d_bytes, why) || !accepts_row_end(args.d[i], i, d_bytes, why) ||
-        !accepts_layout(args.a[i], args.a[first], "a", i, why) ||
+    if (!accepts_operands(args, i, kLimits, why) || !accepts_layout(args.a[i], args.a[first], "a", i, why) ||
         !accepts_layout(args.b[i], args.b[first], "b", i, why))
       return false;
   }
