@@ -20,7 +20,7 @@
 namespace gmm {
 namespace {
 
-thread_local std::string last_error;
+thread_local char last_error[1024] = "";  // fixed: to report that memory is gone takes none
 thread_local char last_backend[128] = "";
 
 // Runs `body`, turning exceptions into a status and the thread's error text.
@@ -30,12 +30,12 @@ gmm_status guarded(Body &&body) noexcept {
     body();
     return GMM_SUCCESS;
   } catch (const Error &error) {
-    last_error = error.what();
+    std::snprintf(last_error, sizeof last_error, "%s", error.what());
     return error.status;
   } catch (const std::exception &error) {
-    last_error = std::string("internal error: ") + error.what();
+    std::snprintf(last_error, sizeof last_error, "internal error: %s", error.what());
   } catch (...) {
-    last_error = "internal error of unknown type";
+    std::snprintf(last_error, sizeof last_error, "internal error of unknown type");
   }
   return GMM_ERROR_INTERNAL;
 }
@@ -160,7 +160,7 @@ gmm_status gmm_multi_tensor_gemm(const gmm_args *args, void *workspace, size_t w
   });
 }
 
-const char *gmm_last_error(void) { return gmm::last_error.c_str(); }
+const char *gmm_last_error(void) { return gmm::last_error; }
 
 const char *gmm_last_backend(void) { return gmm::last_backend; }
 
