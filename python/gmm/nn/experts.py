@@ -86,11 +86,11 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
 
-        Does not synchronise. The weights enter with the activation where there is no bias, which costs nothing, and else by
-        a kernel of their own.
+        Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel of
+        their own.
         """
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
-            m_splits, offs = None, m_splits.cumsum(0, dtype=torch.int32)  # once for all projections
+            offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
         groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
         up = None
         if not KINDS[self.activation].gated:
