@@ -1,10 +1,12 @@
 """Grouped GEMM for mixture-of-experts models: many matrix products of different sizes in one call.
 
 gmm.grouped_mm(a, b, offs) takes the groups as slices of one buffer, whose ends lie in a tensor on the device;
-gmm.multi_tensor_gemm(a, b) takes lists of matrices. gmm.explain(...) tells which kernel a call takes and why.
+gmm.multi_tensor_gemm(a, b) takes lists of matrices. gmm.explain(...) tells which kernel a call takes and why. gmm.moe
+has what surrounds the products: permute, unpermute and the gated activation.
 The ops themselves are torch.ops.gmm.*.
 """
 
+from gmm import moe
 from gmm._library import build_info
 from gmm._library import version as _version
 from gmm.backend import last_backend, use_backend
@@ -22,6 +24,7 @@ __all__ = [
     "explain",
     "grouped_mm",
     "last_backend",
+    "moe",
     "multi_tensor_gemm",
     "use_backend",
 ]
