@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 def sizes_of(groups: int, rows: int, equal: bool) -> Tensor:
-    """Of groups with `rows` tokens on average, on the CPU as the old package has them; unequal ones differ, down to 0."""
+    """Of groups with so many rows on average, on the CPU as the old package has them."""
     if equal:
         return torch.full((groups,), rows)
     cuts = torch.randint(0, groups * rows + 1, (groups - 1,), generator=seeded(CPU, 3)).sort().values

@@ -41,4 +41,5 @@ def with_gmm(experts: type) -> Any:
             return grouped_mm(A, B_t, offs)
 
     Experts.__name__ = Experts.__qualname__ = f"Gmm{experts.__name__}"
+    Experts.Config.__qualname__ = f"{Experts.__name__}.Config"  # torchtitan's log names it
     return Experts

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-import gmm.moe
-
 from gmm.compat.grouped_gemm.backend import ends
 from gmm.grouped_mm import grouped_mm
+from gmm.moe import unpermute as combine
 
 
 def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Tensor:
@@ -40,8 +39,8 @@ def permute(
 
     Returns:
         permuted: [num_out_tokens, H].
-        row_id_map: [k * T], int32, choices before tokens: the row of choice j of token t is row_id_map[j * T + t]; it is
-            negative where that row was not kept.
+        row_id_map: [k * T], int32, choices before tokens: the row of choice j of token t is row_id_map[j * T + t],
+            and negative where it was not kept.
 
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
@@ -78,4 +77,4 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
     tokens = row_id_map.numel() if probs is None else probs.shape[0]
     if row_id_map.numel() != tokens * top_k:
         raise RuntimeError(f"row_id_map: expected {tokens * top_k} elements (those of probs), got {row_id_map.numel()}")
-    return gmm.moe.unpermute(input_act, row_id_map.view(top_k, tokens).t().contiguous(), probs)
+    return combine(input_act, row_id_map.view(top_k, tokens).t().contiguous(), probs)
