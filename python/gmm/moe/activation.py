@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gmm.check import DTYPES, check, dtype_name
-from gmm.moe.launch import activation_backward_in_triton, activation_in_triton, takes
+from gmm.moe.launch import Activation, activation_backward_in_triton, activation_in_triton, takes
 
 
 class Kind(NamedTuple):
@@ -219,11 +219,25 @@ def _activation_backward_in_torch(
 
 
 def _activation_kernel(h: Tensor, *args: Any) -> Tensor:
-    return (activation_in_triton if takes(h) else _activation_in_torch)(h, *args)
+    return activation_in_triton(_call(h, *args)) if takes(h) else _activation_in_torch(h, *args)
 
 
 def _activation_backward_kernel(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return (activation_backward_in_triton if takes(dy) else _activation_backward_in_torch)(dy, *args)
+    if takes(dy):
+        return activation_backward_in_triton(dy, _call(*args))
+    return _activation_backward_in_torch(dy, *args)
+
+
+def _call(
+    h: Tensor,
+    up: Tensor | None,
+    weights: Tensor | None,
+    offs: Tensor | None,
+    kind: str,
+    interleaved: bool,
+    limit: float | None,
+) -> Activation:
+    return Activation(h, up, weights, offs, KINDS[kind], interleaved, limit)
 
 
 def _activation_fake(h: Tensor, up: Tensor | None, *args: Any) -> Tensor:
