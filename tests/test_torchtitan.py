@@ -1,4 +1,4 @@
-"""gmm.integrations.torchtitan: the override on torchtitan's own experts, where it is installed, and the calls that these
+"""gmm.integrations.torchtitan: the override on torchtitan's own experts, where it is installed, and the calls that they
 make, wherever."""
 
 from __future__ import annotations

@@ -31,9 +31,11 @@ def grouped_experts(config: Any) -> Any:
 def with_gmm(experts: type) -> Any:
     """The class of experts with its products by gmm."""
 
-    class Experts(experts):  # type: ignore[misc, valid-type]
+    base: Any = experts
+
+    class Experts(base):
         @dataclass(kw_only=True, slots=True)
-        class Config(experts.Config):  # type: ignore[misc, name-defined]
+        class Config(base.Config):
             pass
 
         def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
