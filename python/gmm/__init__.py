@@ -6,7 +6,7 @@ has what surrounds the products: permute, unpermute and the gated activation.
 The ops themselves are torch.ops.gmm.*.
 """
 
-from gmm import moe
+from gmm import moe, nn
 from gmm._library import build_info
 from gmm._library import version as _version
 from gmm.backend import last_backend, use_backend
@@ -26,5 +26,6 @@ __all__ = [
     "last_backend",
     "moe",
     "multi_tensor_gemm",
+    "nn",
     "use_backend",
 ]

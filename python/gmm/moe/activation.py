@@ -77,15 +77,15 @@ def gated_activation(
             raise ValueError(f"{name}: expected none, as {kind!r} has no gate")
     if up is not None and interleaved:
         raise ValueError("interleaved: expected False, as up is given apart")
-    _check(h, gated, up, weights, offs)
     return _activation(h, up, weights, offs, kind, interleaved, limit)
 
 
-def _check(h: Tensor, gated: bool, up: Tensor | None, weights: Tensor | None, offs: Tensor | None) -> None:
+def _check(h: Tensor, up: Tensor | None, weights: Tensor | None, offs: Tensor | None, kind: str) -> None:
+    """Of the op, not of the function: dynamo cannot trace it."""
     check(h.dim() == 2, "h: expected 2 dimensions, got {}", h.dim())
     check(h.dtype in DTYPES, "h: expected bfloat16, float16 or float32, got {}", dtype_name(h.dtype))
     rows, columns = h.shape
-    if gated and up is None:
+    if KINDS[kind].gated and up is None:
         check(columns % 2 == 0, "h: expected an even number of columns, gate and up, got {}", columns)
     if up is not None:
         check(up.shape == h.shape, "up: expected shape {} (that of h), got {}", list(h.shape), list(up.shape))
@@ -163,8 +163,8 @@ def _activation_in_torch(
 ) -> Tensor:
     """Differentiable, too: the backward that is differentiated itself goes through it."""
     k = KINDS[kind]
-    gate, up = (None if x is None else x.float() for x in _parts(h, up, k, interleaved))
-    assert gate is not None
+    gate, up = _parts(h, up, k, interleaved)
+    gate, up = gate.float(), None if up is None else up.float()
     if limit is not None and up is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     y = value(gate, k.function, k.alpha)
@@ -187,14 +187,11 @@ def _activation_backward_in_torch(
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     k = KINDS[kind]
-    gate, given_up = (None if x is None else x.float() for x in _parts(h, up, k, interleaved))
-    assert gate is not None
-    dy, x, kept = dy.float(), gate, _in_group(h, offs)
-    if limit is not None and given_up is not None:
-        x, shifted = gate.clamp(max=limit), given_up.clamp(-limit, limit) + k.shift
-    else:
-        shifted = None if given_up is None else given_up + k.shift
-    f = value(x, k.function, k.alpha)
+    gate, value_up = _parts(h, up, k, interleaved)
+    x, shifted = gate.float(), None if value_up is None else value_up.float() + k.shift
+    if limit is not None and value_up is not None:
+        x, shifted = x.clamp(max=limit), value_up.float().clamp(-limit, limit) + k.shift
+    dy, f, kept = dy.float(), value(x, k.function, k.alpha), _in_group(h, offs)
     product = f if shifted is None else f * shifted
     dweights = dy * product
     if weights is not None:
@@ -203,8 +200,8 @@ def _activation_backward_in_torch(
     dup = dy * f
     if shifted is not None:
         dgate = dgate * shifted
-    if limit is not None and given_up is not None:
-        dgate, dup = dgate * (gate <= limit), dup * (given_up.abs() <= limit)
+    if limit is not None and value_up is not None:
+        dgate, dup = dgate.masked_fill(gate > limit, 0), dup.masked_fill(value_up.abs() > limit, 0)
     if kept is not None:
         dgate, dup, dweights = (torch.where(kept, g, 0) for g in (dgate, dup, dweights))
     nothing = h.new_empty(0)
@@ -219,6 +216,7 @@ def _activation_backward_in_torch(
 
 
 def _activation_kernel(h: Tensor, *args: Any) -> Tensor:
+    _check(h, *args[:4])
     return activation_in_triton(_call(h, *args)) if takes(h) else _activation_in_torch(h, *args)
 
 
@@ -240,8 +238,9 @@ def _call(
     return Activation(h, up, weights, offs, KINDS[kind], interleaved, limit)
 
 
-def _activation_fake(h: Tensor, up: Tensor | None, *args: Any) -> Tensor:
-    kind = args[2]
+def _activation_fake(h: Tensor, up: Tensor | None, weights: Tensor | None, offs: Tensor | None, *args: Any) -> Tensor:
+    kind = args[0]
+    _check(h, up, weights, offs, kind)
     return h.new_empty((h.shape[0], h.shape[1] // 2 if KINDS[kind].gated and up is None else h.shape[1]))
 
 

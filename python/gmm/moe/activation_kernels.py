@@ -1,4 +1,7 @@
-"""The device code of activation.py: one kernel forward, one backward. Computes in float32."""
+"""The device code of activation.py: one kernel forward, one backward. Computes in float32.
+
+Only builtins of triton.language are called, and one of its reductions: see row_kernels.py.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,19 @@ import triton.language as tl
 
 
 @triton.jit
+def _sigmoid(x: tl.tensor) -> tl.tensor:
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
 def _value(x: tl.tensor, FUNCTION: tl.constexpr, ALPHA: tl.constexpr) -> tl.tensor:
     """function(x). Comparisons are such that a NaN stays one."""
     if FUNCTION == "silu":
-        y = x * tl.sigmoid(ALPHA * x)
+        y = x * _sigmoid(ALPHA * x)
     elif FUNCTION == "gelu":
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif FUNCTION == "gelu_tanh":  # 0.5 (1 + tanh(u)) is sigmoid(2 u)
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     else:
         y = tl.where(x <= 0, 0.0, x)
         if FUNCTION == "relu2":
@@ -26,12 +34,12 @@ def _value(x: tl.tensor, FUNCTION: tl.constexpr, ALPHA: tl.constexpr) -> tl.tens
 def _derivative(x: tl.tensor, FUNCTION: tl.constexpr, ALPHA: tl.constexpr) -> tl.tensor:
     """Of function at x."""
     if FUNCTION == "silu":
-        s = tl.sigmoid(ALPHA * x)
+        s = _sigmoid(ALPHA * x)
         y = s * (1 + ALPHA * x * (1 - s))
     elif FUNCTION == "gelu":
         y = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
     elif FUNCTION == "gelu_tanh":
-        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
     elif FUNCTION == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
@@ -153,7 +161,7 @@ def activation_backward(
     row, last = _rows(offs, rows, groups, ENDS, BLOCK_M)
     if WEIGHTED:
         weight = tl.load(weights + row, mask=row < last, other=0).to(tl.float32)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        acc = tl.full((BLOCK_M, BLOCK_N), 0, tl.float32)
     for start in range(0, COLUMNS, BLOCK_N):
         column = start + tl.arange(0, BLOCK_N)[None, :]
         mask = (row < rows) & (column < COLUMNS)
@@ -190,5 +198,5 @@ def activation_backward(
             if LAYOUT == "apart":
                 tl.store(dup + (row * COLUMNS + column), dvalue, mask=mask)
     if WEIGHTED:
-        total = tl.sum(acc, axis=1)[:, None]
+        total = tl.reduce(acc, 1, tl.standard._sum_combine)[:, None]
         tl.store(dweights + row, total.to(dweights.dtype.element_ty), mask=row < rows)

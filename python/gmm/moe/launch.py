@@ -104,7 +104,7 @@ class Activation:
         self.integers = self.rows, 0 if offs is None else offs.shape[0]
         strides = self.h.stride(0), 0 if self.up is None else self.up.stride(0)
         options = function, alpha, shift, None if limit is None else float(limit), self.layout
-        self.constants = *options, weights is not None, offs is not None, self.columns, *strides
+        self.constants = (*options, weights is not None, offs is not None, self.columns, *strides)
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -162,17 +162,18 @@ _handles_work = True  # whether this Triton's compiled kernels can be launched a
 def _launch(
     module: str,
     name: str,
-    grid: tuple[int, int],
+    programs: tuple[int, int],
     tensors: tuple[Tensor | None, ...],
     integers: tuple[int, ...],
     constants: tuple[Any, ...],
 ) -> None:
     """On the device of the tensors, in its current stream. The kernel takes the arguments in this order."""
     global _handles_work
+    grid = (*programs, 1)
     given = [x for x in tensors if x is not None]
     device = given[0].device
     if device.type == "cpu":
-        _kernels(module, True)[name][grid](*tensors, *integers, *constants)
+        _interpret(_kernels(module, True)[name][grid], tensors, (*integers, *constants))
         return
     addresses = [None if x is None else x.data_ptr() for x in tensors]
     kinds = [None if x is None else (x.dtype, x.data_ptr() % 16 == 0) for x in tensors]
@@ -181,13 +182,26 @@ def _launch(
     with _on(device):
         if compiled is not None and _handles_work:
             try:
-                compiled[(*grid, 1)](*addresses, *integers, *constants)
+                compiled[grid](*addresses, *integers, *constants)
                 return
             except (AttributeError, TypeError):  # before anything ran
                 _handles_work = False
         compiled = _kernels(module, False)[name][grid](*tensors, *integers, *constants, num_warps=4)
     if type(compiled).__name__ == "CompiledKernel":
         _compiled[key] = compiled
+
+
+def _interpret(kernel: Any, tensors: tuple[Tensor | None, ...], rest: tuple[Any, ...]) -> None:
+    """In float32 where tensors are bfloat16, to which Triton's interpreter does not round."""
+    memory = [_in_float32(x) if x is not None and x.dtype is torch.bfloat16 else x for x in tensors]
+    kernel(*memory, *rest)
+    for x, y in zip(tensors, memory, strict=True):
+        if x is not None and y is not None and y is not x:
+            x.copy_(y)
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=torch.float32).copy_(x)
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:

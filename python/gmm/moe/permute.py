@@ -37,17 +37,10 @@ def permute(x: Tensor, top_k_index: Tensor, num_experts: int) -> tuple[Tensor, T
         offs: [E], int32: the end of each expert's rows. For grouped_mm().
 
     Raises:
-        RuntimeError: shapes, dtypes or devices contradict; ids out of range where that is known: see route_sizes().
+        RuntimeError: shapes, dtypes or devices contradict; ids out of range, where route_sizes() raises it.
 
     Does not synchronise, drops no token. The gradient of x is the sum of its rows' in float32, rounded once.
     """
-    _check_tokens("x", x)
-    _check_like("top_k_index", top_k_index, x)
-    tokens = x.shape[0]
-    check(
-        top_k_index.dim() == 2 and top_k_index.shape[0] == tokens,
-        *("top_k_index: expected shape [{}, k] (x has {} rows), got {}", tokens, tokens, list(top_k_index.shape)),
-    )
     row_map, offs = route(top_k_index, num_experts)
     return _permute(x, row_map, None, row_map.shape[0] * row_map.shape[1]), row_map, offs
 
@@ -58,10 +51,8 @@ def permute_weights(top_k_weights: Tensor, row_map: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
-    _check_map(row_map)
-    _check_weights(top_k_weights, row_map)
     pairs = row_map.shape[0] * row_map.shape[1]
-    return _permute(top_k_weights.reshape(pairs, 1), row_map.reshape(pairs, 1), None, pairs).view(pairs)
+    return _permute(top_k_weights.reshape(-1, 1), row_map.reshape(-1, 1), None, pairs).view(pairs)
 
 
 def unpermute(y: Tensor, row_map: Tensor, top_k_weights: Tensor | None = None) -> Tensor:
@@ -80,39 +71,41 @@ def unpermute(y: Tensor, row_map: Tensor, top_k_weights: Tensor | None = None) -
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
-    _check_tokens("y", y)
-    _check_map(row_map)
-    _check_like("row_map", row_map, y, "y")
-    pairs = row_map.shape[0] * row_map.shape[1]
-    check(y.shape[0] <= pairs, "y: expected at most {} rows (the pairs of row_map), got {}", pairs, y.shape[0])
-    if top_k_weights is not None:
-        _check_weights(top_k_weights, row_map)
     return _unpermute(y, row_map, top_k_weights)
 
 
-def _check_tokens(name: str, x: Tensor) -> None:
+# The checks are the ops': their kernels' and their fake kernels'.
+
+
+def _check_permute(x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int) -> None:
+    _check("x", x, row_map, weights)
+    expected = "row_map, top_k_index: expected {} rows (those of x), got {}"
+    check(row_map.shape[0] == x.shape[0], expected, x.shape[0], row_map.shape[0])
+
+
+def _check_unpermute(y: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
+    _check("y", y, row_map, weights)
+    pairs = row_map.shape[0] * row_map.shape[1]
+    check(y.shape[0] <= pairs, "y: expected at most {} rows (the pairs of row_map), got {}", pairs, y.shape[0])
+
+
+def _check(name: str, x: Tensor, row_map: Tensor, weights: Tensor | None) -> None:
     check(x.dim() == 2, "{}: expected 2 dimensions, [tokens, hidden], got {}", name, x.dim())
     check(x.dtype in DTYPES, "{}: expected bfloat16, float16 or float32, got {}", name, dtype_name(x.dtype))
-
-
-def _check_like(name: str, x: Tensor, like: Tensor, like_name: str = "x") -> None:
-    expected = "{}: expected a tensor on {} (where {} is), got one on {}"
-    check(x.device == like.device, expected, name, like.device, like_name, x.device)
-
-
-def _check_map(row_map: Tensor) -> None:
     check(row_map.dim() == 2, "row_map: expected 2 dimensions, [tokens, k], got {}", row_map.dim())
     check(row_map.dtype is torch.int32, "row_map: expected int32, got {}", dtype_name(row_map.dtype))
+    _check_device("row_map", row_map, name, x)
+    if weights is not None:
+        shape, got = list(row_map.shape), list(weights.shape)
+        check(got == shape, "top_k_weights: expected shape {} (that of row_map), got {}", shape, got)
+        known = weights.dtype in DTYPES
+        check(known, "top_k_weights: expected bfloat16, float16 or float32, got {}", dtype_name(weights.dtype))
+        _check_device("top_k_weights", weights, name, x)
 
 
-def _check_weights(weights: Tensor, row_map: Tensor) -> None:
-    check(
-        weights.shape == row_map.shape,
-        *("top_k_weights: expected shape {} (that of row_map), got {}", list(row_map.shape), list(weights.shape)),
-    )
-    dtype = weights.dtype
-    check(dtype in DTYPES, "top_k_weights: expected bfloat16, float16 or float32, got {}", dtype_name(dtype))
-    _check_like("top_k_weights", weights, row_map, "row_map")
+def _check_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:
+    expected = "{}: expected a tensor on {} (where {} is), got one on {}"
+    check(x.device == like.device, expected, name, like.device, like_name, x.device)
 
 
 # In plain torch.
@@ -155,11 +148,13 @@ def _dots_in_torch(x: Tensor, y: Tensor, row_map: Tensor) -> Tensor:
 
 
 def _permute_kernel(x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int) -> Tensor:
+    _check_permute(x, row_map, weights, rows)
     run = permute_in_triton if takes(x) else _permute_in_torch
     return run(x, row_map, weights, rows)
 
 
 def _unpermute_kernel(y: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    _check_unpermute(y, row_map, weights)
     run = unpermute_in_triton if takes(y) else _unpermute_in_torch
     return run(y, row_map, weights)
 
@@ -167,6 +162,20 @@ def _unpermute_kernel(y: Tensor, row_map: Tensor, weights: Tensor | None) -> Ten
 def _dots_kernel(x: Tensor, y: Tensor, row_map: Tensor) -> Tensor:
     run = dots_in_triton if takes(x) else _dots_in_torch
     return run(x, y, row_map)
+
+
+def _permute_fake(x: Tensor, row_map: Tensor, weights: Tensor | None, rows: int) -> Tensor:
+    _check_permute(x, row_map, weights, rows)
+    return x.new_empty((rows, x.shape[1]))
+
+
+def _unpermute_fake(y: Tensor, row_map: Tensor, weights: Tensor | None) -> Tensor:
+    _check_unpermute(y, row_map, weights)
+    return y.new_empty((row_map.shape[0], y.shape[1]))
+
+
+def _dots_fake(x: Tensor, y: Tensor, row_map: Tensor) -> Tensor:
+    return x.new_empty(row_map.shape, dtype=torch.float32)
 
 
 def _save_permute(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -217,7 +226,7 @@ _permute = _register(
     "moe_permute",
     "(Tensor x, Tensor row_map, Tensor? weights, SymInt rows) -> Tensor",
     _permute_kernel,
-    lambda x, row_map, weights, rows: x.new_empty((rows, x.shape[1])),
+    _permute_fake,
     _permute_backward,
     _save_permute,
 )
@@ -225,7 +234,7 @@ _unpermute = _register(
     "moe_unpermute",
     "(Tensor y, Tensor row_map, Tensor? weights) -> Tensor",
     _unpermute_kernel,
-    lambda y, row_map, weights: y.new_empty((row_map.shape[0], y.shape[1])),
+    _unpermute_fake,
     _unpermute_backward,
     _save_unpermute,
 )
@@ -233,7 +242,7 @@ _dots = _register(
     "moe_dots",
     "(Tensor x, Tensor y, Tensor row_map) -> Tensor",
     _dots_kernel,
-    lambda x, y, row_map: x.new_empty(row_map.shape, dtype=torch.float32),
+    _dots_fake,
     _dots_backward,
     _save_dots,
 )

@@ -27,11 +27,7 @@ def route_sizes(top_k_index: Tensor, num_experts: int) -> Tensor:
         RuntimeError: top_k_index is not of integers; num_experts is negative; an id is larger than num_experts, where
             that is known without a synchronisation (on a CPU), or with GMM_CHECK_OFFSETS=1.
     """
-    _check(top_k_index, num_experts)
-    keys = _keys(top_k_index, num_experts)
-    sizes = torch.zeros(num_experts + 1, dtype=torch.int32, device=keys.device)
-    sizes = sizes.scatter_add(0, keys, torch.ones_like(keys, dtype=torch.int32))  # bincount would synchronise
-    return sizes[:num_experts].cumsum(0, dtype=torch.int32)
+    return _route_sizes(top_k_index, num_experts)
 
 
 def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
@@ -49,10 +45,6 @@ def route(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     Raises:
         RuntimeError: as route_sizes; top_k_index has not 2 dimensions; 2^31 or more pairs.
     """
-    check(top_k_index.dim() == 2, "top_k_index: expected 2 dimensions, [tokens, k], got {}", top_k_index.dim())
-    pairs = top_k_index.shape[0] * top_k_index.shape[1]
-    check(pairs < 2**31, "top_k_index: expected fewer than 2^31 pairs, got {}", pairs)
-    _check(top_k_index, num_experts)
     return _route(top_k_index, num_experts)
 
 
@@ -60,8 +52,18 @@ def _check(top_k_index: Tensor, num_experts: int) -> None:
     dtype = top_k_index.dtype
     check(dtype in _INTEGERS, "top_k_index: expected integers, got {}", dtype_name(dtype))
     check(num_experts >= 0, "num_experts: expected >= 0, got {}", num_experts)
-    known = top_k_index.device.type == "cpu" or (CHECKS_OFFSETS and not top_k_index.is_meta)
-    if known and not torch.compiler.is_compiling() and top_k_index.numel() > 0:
+
+
+def _check_matrix(top_k_index: Tensor, num_experts: int) -> None:
+    check(top_k_index.dim() == 2, "top_k_index: expected 2 dimensions, [tokens, k], got {}", top_k_index.dim())
+    pairs = top_k_index.shape[0] * top_k_index.shape[1]
+    check(pairs < 2**31, "top_k_index: expected fewer than 2^31 pairs, got {}", pairs)
+    _check(top_k_index, num_experts)
+
+
+def _check_ids(top_k_index: Tensor, num_experts: int) -> None:
+    """Where that needs no synchronisation, or was asked for."""
+    if (top_k_index.device.type == "cpu" or CHECKS_OFFSETS) and top_k_index.numel() > 0:
         largest = int(top_k_index.max())
         expected = "top_k_index: expected ids up to {} (num_experts, which stands for no expert), got {}"
         check(largest <= num_experts, expected, num_experts, largest)
@@ -83,19 +85,40 @@ def _route_in_torch(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tens
 
 
 def _route_kernel(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    _check_matrix(top_k_index, num_experts)
+    _check_ids(top_k_index, num_experts)
     if takes(top_k_index) and num_experts > 0:
         return route_in_triton(top_k_index, num_experts)
     return _route_in_torch(top_k_index, num_experts)
 
 
+def _route_sizes_kernel(top_k_index: Tensor, num_experts: int) -> Tensor:
+    _check(top_k_index, num_experts)
+    _check_ids(top_k_index, num_experts)
+    keys = _keys(top_k_index, num_experts)
+    sizes = torch.zeros(num_experts + 1, dtype=torch.int32, device=keys.device)
+    sizes = sizes.scatter_add(0, keys, torch.ones_like(keys, dtype=torch.int32))  # bincount would synchronise
+    return sizes[:num_experts].cumsum(0, dtype=torch.int32)
+
+
+def _route_sizes_fake(top_k_index: Tensor, num_experts: int) -> Tensor:
+    _check(top_k_index, num_experts)
+    return top_k_index.new_empty((num_experts,), dtype=torch.int32)
+
+
 def _route_fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    _check_matrix(top_k_index, num_experts)
     row_map = top_k_index.new_empty(top_k_index.shape, dtype=torch.int32)
     return row_map, top_k_index.new_empty((num_experts,), dtype=torch.int32)
 
 
-torch.library.define(
-    "gmm::moe_route", "(Tensor top_k_index, SymInt num_experts) -> (Tensor, Tensor)", tags=torch.Tag.pt2_compliant_tag
-)
-torch.library.impl("gmm::moe_route", "default", _route_kernel)
-torch.library.register_fake("gmm::moe_route", _route_fake)
+for _name, _result, _kernel, _fake in (
+    ("moe_route_sizes", "Tensor", _route_sizes_kernel, _route_sizes_fake),
+    ("moe_route", "(Tensor, Tensor)", _route_kernel, _route_fake),
+):
+    _schema = f"(Tensor top_k_index, SymInt num_experts) -> {_result}"
+    torch.library.define(f"gmm::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
+    torch.library.impl(f"gmm::{_name}", "default", _kernel)
+    torch.library.register_fake(f"gmm::{_name}", _fake)
+_route_sizes = torch.ops.gmm.moe_route_sizes.default
 _route = torch.ops.gmm.moe_route.default

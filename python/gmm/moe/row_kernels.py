@@ -1,4 +1,8 @@
-"""The device code of routing.py and permute.py. What is a constexpr is a model's; token counts compile nothing anew."""
+"""The device code of routing.py and permute.py. What is a constexpr is a model's; token counts compile nothing anew.
+
+As in gmm/triton/kernels.py, only builtins of triton.language are called, so that one process can compile this file and
+interpret it: tl.sum, which is none, is the reduction that it stands for.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ def count_pairs(
     key = _key(ids, block * BLOCK + tl.arange(0, BLOCK), pairs, EXPERTS)
     for start in range(0, EXPERTS + 1, BLOCK_E):
         expert = start + tl.arange(0, BLOCK_E)
-        count = tl.sum((key[:, None] == expert[None, :]).to(tl.int32), axis=0)
+        count = tl.reduce((key[:, None] == expert[None, :]).to(tl.int32), 0, tl.standard._sum_combine)
         tl.store(counts + (expert * blocks + block), count, mask=expert <= EXPERTS)
 
 
@@ -53,7 +57,7 @@ def place_pairs(
     at = key * blocks + block
     before = tl.load(ends + at - 1, mask=(i < pairs) & (at > 0), other=0)
     earlier = (key[:, None] == key[None, :]) & (within[None, :] < within[:, None])
-    row = before + tl.sum(earlier.to(tl.int32), axis=1)
+    row = before + tl.reduce(earlier.to(tl.int32), 1, tl.standard._sum_combine)
     tl.store(row_map + i, tl.where(key == EXPERTS, -row - 1, row), mask=i < pairs)
     if block == 0:
         for start in range(0, EXPERTS, BLOCK_E):
@@ -88,7 +92,7 @@ def permute(
         if WEIGHTED:
             weight = tl.load(weights + (token * K + j), mask=token < tokens, other=0).to(tl.float32)[:, None]
             value = (tile.to(tl.float32) * weight).to(tile.dtype)
-        value = tl.where(row >= 0, value, tl.zeros_like(value))
+        value = tl.where(row >= 0, value, tl.full(value.shape, 0, value.dtype))
         target = tl.where(row >= 0, row, -row - 1)
         tl.store(out + (target * H + column), value, mask=mask & (target < rows))
 
@@ -111,7 +115,7 @@ def unpermute(
     """Reads a token's k rows, and writes their sum, always in the order of the choices."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    acc = tl.full((BLOCK_T, BLOCK_H), 0, tl.float32)
     for j in tl.static_range(K):
         row = tl.load(row_map + (token * K + j), mask=token < tokens, other=-1).to(tl.int64)
         has_row = (row >= 0) & (row < rows)
@@ -144,11 +148,11 @@ def dots(
     token = (tl.program_id(0) // K).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     row = tl.load(row_map + (token * K + j), mask=token < tokens, other=-1).to(tl.int64)
     has_row = (row >= 0) & (row < rows)
-    acc = tl.zeros((BLOCK_T, BLOCK_H), tl.float32)
+    acc = tl.full((BLOCK_T, BLOCK_H), 0, tl.float32)
     for start in range(0, H, BLOCK_H):
         column = start + tl.arange(0, BLOCK_H)[None, :]
         mask = has_row[:, None] & (column < H)
         left = tl.load(x + (token[:, None] * X_STRIDE + column), mask=mask, other=0).to(tl.float32)
         right = tl.load(y + (row[:, None] * Y_STRIDE + column), mask=mask, other=0).to(tl.float32)
         acc += left * right
-    tl.store(out + (token * K + j), tl.sum(acc, axis=1), mask=token < tokens)
+    tl.store(out + (token * K + j), tl.reduce(acc, 1, tl.standard._sum_combine), mask=token < tokens)
