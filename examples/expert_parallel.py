@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 
 import gmm
 
@@ -42,6 +42,13 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, received, sent, ctx.group), None, None, None
 
 
+def shard_experts(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Leaves each process its experts' part of the module's parameters."""
+    for key, parameter in list(module.named_parameters(recurse=False)):
+        part = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter(key, nn.Parameter(part))
+
+
 class MoE(nn.Module):
     """A router in float32, and SwiGLU experts in dtype. With a mesh, this process has its share of the experts.
 
@@ -54,28 +61,19 @@ class MoE(nn.Module):
         super().__init__()
         self.experts, self.top_k, self.mesh = experts, top_k, mesh
         self.router = nn.Linear(hidden, experts, bias=False)
-        self.gate_up = nn.Parameter((torch.randn(experts, 2 * ffn, hidden) * hidden**-0.5).to(dtype))
-        self.down = nn.Parameter((torch.randn(experts, hidden, ffn) * ffn**-0.5).to(dtype))
+        self.network = gmm.nn.GroupedExperts(experts, hidden, ffn, "swiglu", dtype=dtype)
         if mesh is not None:
-            for name in ("gate_up", "down"):
-                weight = distribute_tensor(getattr(self, name).data, mesh, [Shard(0)], src_data_rank=None)
-                setattr(self, name, nn.Parameter(weight))
+            distribute_module(self.network, mesh, shard_experts)
 
     def forward(self, x: Tensor) -> Tensor:
         """[tokens, hidden] to the same."""
         weights, index = self.router(x.float()).softmax(-1).topk(self.top_k)
         rows, row_map, ends = gmm.moe.permute(x, index, self.experts)
-        rows = self.feed_forward(rows, ends) if self.mesh is None else self.dispatched(rows, ends)
+        rows = self.network(rows, offs=ends) if self.mesh is None else self.dispatched(rows, ends)
         return gmm.moe.unpermute(rows, row_map, weights)
 
-    def feed_forward(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """The experts that this process has, on rows sorted by expert."""
-        gate_up, down = (w.to_local() if isinstance(w, DTensor) else w for w in (self.gate_up, self.down))
-        h = gmm.grouped_mm(rows, gate_up, ends, trans_b=True)
-        return gmm.grouped_mm(gmm.moe.gated_activation(h, "swiglu"), down, ends, trans_b=True)
-
     def dispatched(self, rows: Tensor, ends: Tensor) -> Tensor:
-        """The same on rows sorted by expert of all processes: there, through the experts, and back."""
+        """The network on rows sorted by expert of all processes: there, through the experts, and back."""
         group, processes = self.mesh.get_group(), self.mesh.size()
         counts = ends.diff(prepend=ends.new_zeros(1)).view(processes, -1)  # rows for each process and expert of it
         arriving = torch.empty_like(counts)
@@ -87,13 +85,13 @@ class MoE(nn.Module):
         local = torch.arange(counts.shape[1], device=rows.device).repeat(processes)
         expert = local.repeat_interleave(arriving.view(-1), output_size=rows.shape[0])
         rows, row_map, ends = gmm.moe.permute(rows, expert[:, None], counts.shape[1])
-        rows = gmm.moe.unpermute(self.feed_forward(rows, ends), row_map)
+        rows = gmm.moe.unpermute(self.network(rows, offs=ends), row_map)
         return AllToAll.apply(rows, received, sent, group)
 
 
 def train(layer: MoE, x: Tensor, target: Tensor, steps: int) -> list[float]:
     """The losses over all processes, step by step."""
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3, foreach=False)  # which takes no DTensors with tensors
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=3e-3, foreach=False)  # foreach mixes no DTensors with tensors
     losses = []
     for _ in range(steps):
         losses.append(step(layer, x, target))

@@ -84,27 +84,19 @@ def same_shape_both_ways() -> None:
         assert y.placements == ((Partial(),) if options.get("trans_b") else (Shard(1),)), (options, y.placements)
 
 
-class Layer(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(4, 24, 16))
-
-    def forward(self, x: Tensor, offs: Tensor) -> Tensor:
-        return gmm.grouped_mm(x, self.weight, offs, trans_b=True)
-
-
 def fsdp() -> None:
     """fully_shard gives whole plain parameters to forward and backward; gradients are averaged over the processes."""
     torch.manual_seed(0)
-    layer, reference = Layer(), Layer()
-    reference.load_state_dict(layer.state_dict())
-    fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    assert isinstance(layer.weight, DTensor)
+    experts, reference = (gmm.nn.GroupedExperts(4, 16, 24, bias=True) for _ in range(2))
+    reference.load_state_dict(experts.state_dict())
+    fully_shard(experts, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     offs, processes = torch.tensor([3, 3, 9, 11]), dist.get_world_size()
     xs = [torch.randn(12, 16) for _ in range(processes)]
-    layer(xs[dist.get_rank()], offs).square().sum().backward()
-    (sum(reference(x, offs).square().sum() for x in xs) / processes).backward()
-    assert isinstance(layer.weight.grad, DTensor) and close(layer.weight.grad.full_tensor(), reference.weight.grad)
+    experts(xs[dist.get_rank()], offs=offs).square().sum().backward()
+    (sum(reference(x, offs=offs).square().sum() for x in xs) / processes).backward()
+    for name, parameter in experts.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert close(parameter.grad.full_tensor(), reference.get_parameter(name).grad), name
 
 
 if __name__ == "__main__":

@@ -109,6 +109,9 @@ class GroupedLinear(nn.Module):
                 size, or of another sum than the rows of x.
             RuntimeError: shapes, dtypes or devices contradict; a weight without main_grad that should have one.
 
+        Of parameters that are DTensors, sharded in the groups, this process' groups count alone: x and the sizes, as a
+        tensor on the device or as offs, are theirs.
+
         Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
         copied into one tensor first.
         """
@@ -156,11 +159,11 @@ class GroupedLinear(nn.Module):
 
     def _stacked(self, name: str) -> Tensor:
         tensors = self._tensors(name)
-        return torch.stack(list(tensors)) if self.parameter_per_group else tensors[0]
+        return torch.stack(list(tensors)) if self.parameter_per_group else _local(tensors[0])
 
     def _parameters_in_order(self) -> tuple[Any, ...]:
-        weights = self._tensors("weight")
-        return len(weights), *weights, *self._tensors("bias")
+        weights, biases = ([_local(x) for x in self._tensors(name)] for name in ("weight", "bias"))
+        return len(weights), *weights, *biases
 
     # Where the gradients of weights go.
 
@@ -233,6 +236,12 @@ class GroupedLinear(nn.Module):
             if getattr(self, option):
                 text += f", {option}={getattr(self, option)}"
         return text
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Of a DTensor, which expert parallelism shards in the groups, those that this process has."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 def _mark_added(weight: nn.Parameter) -> Tensor | None:
