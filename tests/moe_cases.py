@@ -57,6 +57,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
+    "identity": lambda x: x,
 }
 GATED = ("swiglu", "geglu", "geglu_tanh", "reglu", "swiglu_oai")
 

@@ -78,7 +78,7 @@ def test_layouts(moe: MoeTarget, kind: str, layout: str, weights_dtype: torch.dt
     check(moe, kind, BF16, layout, weights_dtype=weights_dtype, strided=True)
 
 
-@pytest.mark.parametrize("kind", ("relu2", "gelu"))
+@pytest.mark.parametrize("kind", ("relu2", "gelu", "identity"))
 def test_plain_with_weights(moe: MoeTarget, kind: str) -> None:
     check(moe, kind, BF16, weights_dtype=FP32, ends=[4, 7])
 

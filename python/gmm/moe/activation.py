@@ -32,6 +32,7 @@ KINDS = {
     "gelu_tanh": Kind("gelu_tanh", False),
     "relu": Kind("relu", False),
     "relu2": Kind("relu2", False),
+    "identity": Kind("identity", False),
 }
 
 
@@ -51,7 +52,8 @@ def gated_activation(
         h: [R, 2*I], gate and up side by side; [R, I], the gate alone where up is given, or where the kind has no gate.
             bfloat16, float16 or float32.
         kind: with a gate "swiglu" (gate * sigmoid(gate) * up), "geglu" (erf), "geglu_tanh", "reglu", and "swiglu_oai"
-            (gate * sigmoid(1.702 * gate) * (up + 1), of gpt-oss); without "silu", "gelu", "gelu_tanh", "relu", "relu2".
+            (gate * sigmoid(1.702 * gate) * (up + 1), of gpt-oss); without "silu", "gelu", "gelu_tanh", "relu", "relu2"
+            and "identity" (of which weights are left).
         up: [R, I], in the dtype of h.
         interleaved: h has gate and up in turn: h[:, 0::2] and h[:, 1::2].
         limit: first gate is clamped to at most limit, and up to -limit..limit. None: neither is. For kinds with a gate.
@@ -117,6 +119,8 @@ def value(x: Tensor, function: str, alpha: float) -> Tensor:
         return x * torch.sigmoid(alpha * x)
     if function in ("gelu", "gelu_tanh"):
         return torch.nn.functional.gelu(x, approximate="tanh" if function == "gelu_tanh" else "none")
+    if function == "identity":
+        return x
     return torch.relu(x) if function == "relu" else torch.relu(x).square()
 
 
@@ -131,6 +135,8 @@ def derivative(x: Tensor, function: str, alpha: float) -> Tensor:
         c, cubic = math.sqrt(2 / math.pi), 0.044715
         t = torch.tanh(c * (x + cubic * x * x * x))
         return 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * c * (1 + 3 * cubic * x * x)
+    if function == "identity":
+        return torch.ones_like(x)
     return (x > 0).to(x.dtype) if function == "relu" else 2 * torch.relu(x)
 
 

@@ -23,6 +23,8 @@ def _value(x: tl.tensor, FUNCTION: tl.constexpr, ALPHA: tl.constexpr) -> tl.tens
         y = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
     elif FUNCTION == "gelu_tanh":  # 0.5 (1 + tanh(u)) is sigmoid(2 u)
         y = x * _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    elif FUNCTION == "identity":
+        y = x
     else:
         y = tl.where(x <= 0, 0.0, x)
         if FUNCTION == "relu2":
@@ -41,6 +43,8 @@ def _derivative(x: tl.tensor, FUNCTION: tl.constexpr, ALPHA: tl.constexpr) -> tl
     elif FUNCTION == "gelu_tanh":
         s = _sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
         y = s + x * s * (1 - s) * 1.5957691216057308 * (1 + 0.134145 * x * x)
+    elif FUNCTION == "identity":
+        y = tl.full(x.shape, 1, tl.float32)
     elif FUNCTION == "relu":
         y = tl.where(x > 0, 1.0, 0.0)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gmm.moe import KINDS, gated_activation
@@ -85,8 +86,11 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
 
-        Does not synchronise. The weights enter with the activation where there is no bias, which costs nothing.
+        Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel of
+        their own.
         """
+        if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
+            offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
         groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
         up = None
         if not KINDS[self.activation].gated:
@@ -104,7 +108,9 @@ class GroupedExperts(nn.Module):
             offs=offs,
         )
         y: Tensor = self.down(h, **groups)
-        return (y * weights.unsqueeze(-1)).to(y.dtype) if self._scales_output and weights is not None else y
+        if self._scales_output and weights is not None:
+            y = gated_activation(y, "identity", weights=weights, offs=offs)
+        return y
 
     def backward_dw(self) -> None:
         """GroupedLinear.backward_dw() of all projections, last first."""

@@ -129,7 +129,7 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable
     def _forward_as_owner(self, rows: Tensor, groups: Groups, overwrite: bool) -> Tensor:
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self._tensors("weight")[0].requires_grad:
             self._main_grads()  # says now what backward would miss
         return GroupedLinearFunction.apply(rows, groups, self, overwrite, self.sm_margin, *self._parameters_in_order())
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from gmm.grouped_mm import grouped_mm
 from gmm.ops import multi_tensor_gemm
+from gmm.ragged.autograd import autocast_is_on, without_autocast
 
 Groups = Tensor | tuple[int, ...]  # ends on the device of x, or sizes
 Weights = Sequence[Tensor]  # [E, N, K] alone, or E of [N, K]; of biases [E, N], or E of [N]
@@ -104,17 +105,17 @@ class GroupedLinearFunction(torch.autograd.Function):
         count: int,
         *parameters: Tensor,
     ) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        ctx.x_dtype, x = x.dtype, x.to(dtype)
-        cast = [p.to(dtype) for p in parameters]
+        ctx.x_dtype, cast = x.dtype, parameters
+        if autocast_is_on(x.device):
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, cast = x.to(dtype), tuple(p.to(dtype) for p in parameters)
         needs_x, needs_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[6 : 6 + count])
         groups_tensor = [groups] if isinstance(groups, Tensor) else []
         ctx.sizes = None if groups_tensor else groups
         ctx.save_for_backward(x if needs_w else None, *(cast[:count] if needs_x else ()), *groups_tensor)
         ctx.parameters, ctx.count = parameters, count  # whose shapes and dtypes count
         ctx.owner, ctx.overwrite, ctx.sm_margin = owner, overwrite, sm_margin
-        with torch.autocast(device, enabled=False):
+        with without_autocast(x.device):
             return product(x, cast[:count], cast[count:], groups, sm_margin, trans_b=True)
 
     @staticmethod
@@ -126,7 +127,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         dy = dy.contiguous()
         dx = None
         grads: list[Tensor | None] = [None] * len(ctx.parameters)
-        with torch.autocast(dy.device.type, enabled=False):
+        with without_autocast(dy.device):
             if needs[0]:
                 dx = product(dy, saved, (), groups, ctx.sm_margin, trans_b=False).to(ctx.x_dtype)
             if any(needs[6 : 6 + count]):
