@@ -26,7 +26,7 @@ def sizes_of(groups: int, rows: int, equal: bool) -> Tensor:
 def close(ours: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     assert ours.dtype is dtype and ours.shape == exact.shape
     error = (ours.double() - exact.double()).norm()
-    assert error <= {BF16: 5e-3, FP16: 6e-4, FP32: 1e-6}[dtype] * exact.double().norm()
+    assert error <= {BF16: 5e-3, FP16: 6e-4, FP32: 2e-6}[dtype] * exact.double().norm()
 
 
 @pytest.mark.parametrize("groups", (1, 8, 16))
@@ -144,6 +144,7 @@ def test_permute_and_unpermute(auto_target: Target, top_k: int, dropped: int, dt
     permuted, row_id_map = gg.permute(x, indices.int(), num_out_tokens=rows)
     exact, order = permuted_in_torch(x64, indices, rows)
     assert torch.equal(permuted.double(), exact) and row_id_map.shape == (top_k * tokens,)
+    assert int((row_id_map < 0).sum()) == dropped and int(row_id_map.max()) == rows - 1
     scale = torch.linspace(0.5, 2, rows, device=device)[:, None]  # so that no row stands for another
     back = gg.unpermute(permuted * scale.to(dtype), row_id_map, probs)
     flat = torch.zeros(tokens * top_k, hidden, dtype=torch.float64, device=device)
@@ -155,7 +156,7 @@ def test_permute_and_unpermute(auto_target: Target, top_k: int, dropped: int, dt
     dx, dprobs = torch.autograd.grad(back, (x, probs), dy)
     exact_dx, exact_dprobs = torch.autograd.grad(exact_back, (x64, probs64), dy.double())
     close(dx, exact_dx, dtype)
-    assert (dprobs - exact_dprobs).norm() <= (5e-3 if dtype is not FP32 else 1e-6) * exact_dprobs.norm()
+    assert (dprobs - exact_dprobs).norm() <= (5e-3 if dtype is not FP32 else 2e-6) * exact_dprobs.norm()
 
 
 def test_top_1(auto_target: Target) -> None:

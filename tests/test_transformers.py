@@ -3,20 +3,24 @@ its own eager experts, and every variant of an experts module against its own ba
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from check import seeded
-from conftest import Target
+from conftest import Target, environment
 from grouped_cases import BF16, FP32
 from torch import Tensor, nn
 
 import gmm
 import gmm.integrations.transformers as integration
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "finetune_transformers.py"
 VOCABULARY = 64
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -104,10 +108,10 @@ def test_logits_and_gradients(transformers: Any, auto_target: Target, calls: lis
     assert set(calls) <= ({"reference"} if ids.device.type == "cpu" else {"cutlass", "triton"})
     theirs, grads = logits_and_grads(model, "eager", ids)
     assert len(calls) == 2 * layers, "eager ran gmm"
-    assert near(ours, theirs, 2e-6)
+    assert near(ours, theirs, 1e-5)
     assert our_grads.keys() == grads.keys() and any("experts" in n for n in grads)
     for n, grad in grads.items():
-        assert grad.any() and near(our_grads[n], grad, 5e-6), n
+        assert grad.any() and near(our_grads[n], grad, 1e-5), n
     without = build(transformers, name, auto_target.device)
     for n, parameter in without.named_parameters():
         if ".experts." in n:
@@ -132,6 +136,9 @@ def test_bfloat16(transformers: Any, auto_target: Target, name: str) -> None:
         assert y.dtype is BF16
         errors[implementation] = ((y - exact).norm() / exact.norm()).item()
     assert errors["gmm"] <= max(1.2 * errors["grouped_mm"], 2e-3), errors
+    model.set_experts_implementation("gmm")
+    y = experts(x, index, weights)  # hidden states in fp32, as a norm in fp32 leaves them
+    assert y.dtype is FP32 and near(y, exact, 1e-2)
 
 
 @models
@@ -264,7 +271,7 @@ def test_variants(auto_target: Target, module: Callable[..., nn.Module], variant
     """Of weights' layout, gate and bias."""
     experts = module(variant, "silu", auto_target.device)
     results = [run(experts, name, *inputs(auto_target.device)) for name in ("gmm", "batched_mm")]
-    assert all(near(ours, theirs, 2e-6) for ours, theirs in zip(*results, strict=True))
+    assert all(near(ours, theirs, 1e-5) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -275,7 +282,7 @@ def test_activations(auto_target: Target, module: Callable[..., nn.Module], acti
     known = integration._activation(experts)
     assert (known is None) == (activation == "mish" or (activation == "relu2" and has_gate))
     results = [run(experts, name, *inputs(auto_target.device)) for name in ("gmm", "batched_mm")]
-    assert all(near(ours, theirs, 2e-6) for ours, theirs in zip(*results, strict=True))
+    assert all(near(ours, theirs, 1e-5) for ours, theirs in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -287,11 +294,31 @@ def test_expert_parallel(auto_target: Target, module: Callable[..., nn.Module], 
     index = index.clamp(max=experts.num_experts)
     weights = weights.detach().masked_fill(index == experts.num_experts, 0).requires_grad_()
     results = [run(experts, name, x, index, weights) for name in ("gmm", "batched_mm")]
-    assert all(near(ours, theirs, 2e-6) for ours, theirs in zip(*results, strict=True))
+    assert all(near(ours, theirs, 1e-5) for ours, theirs in zip(*results, strict=True))
     assert not results[0][2][index == experts.num_experts].any()
     nobody = torch.full_like(index, experts.num_experts)
     results = run(experts, "gmm", x, nobody, torch.zeros_like(weights).requires_grad_())
     assert all(not t.any() for t in results)
+
+
+def test_fine_tuning_example(auto_target: Target) -> None:
+    """Runs, and its loss falls, as much as with the library's own experts."""
+    losses = []
+    for experts in ("gmm", "eager"):
+        variables = {"CUDA_VISIBLE_DEVICES": ""} if auto_target.device.type == "cpu" else {}
+        done = subprocess.run(
+            [sys.executable, str(EXAMPLE), "--steps=8", "--length=64", "--batch=2", f"--experts={experts}"],
+            env=environment(OMP_NUM_THREADS="1", **variables),
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stderr
+        assert f"{experts} on {auto_target.device.type}" in done.stdout
+        found = re.search(r"loss (\S+) -> (\S+)", done.stdout)
+        assert found, done.stdout
+        losses.append([float(loss) for loss in found.groups()])
+    assert losses[0][1] < 0.9 * losses[0][0] and losses[0] == pytest.approx(losses[1], abs=0.01)
 
 
 # Without transformers.
