@@ -164,3 +164,21 @@ def test_top_1(auto_target: Target) -> None:
     x = torch.randn(9, 16, device=auto_target.device)
     permuted, row_id_map = gg.permute(x, torch.tensor([2, 0, 1, 2, 2, 0, 1, 1, 0], device=x.device))
     assert not torch.equal(permuted, x) and torch.equal(gg.unpermute(permuted, row_id_map), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("where", ("cpu", "cuda"))
+def test_does_not_synchronise(where: str) -> None:
+    """Not even for sizes on the CPU, which are sent."""
+    sizes = torch.tensor([5, 0, 11, 8], device=where)
+    x = torch.randn(24, 32, device="cuda", dtype=BF16, requires_grad=True)
+    w = torch.randn(4, 32, 40, device="cuda", dtype=BF16, requires_grad=True)
+    indices = torch.randint(0, 4, (24, 2), device="cuda")
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y, row_id_map = gg.ops.permute(gg.ops.gmm(x, w, sizes), indices)
+            gg.ops.unpermute(y, row_id_map, torch.ones(24, 2, device="cuda")).sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

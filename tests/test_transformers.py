@@ -47,7 +47,7 @@ MODELS = {
 models = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def transformers() -> Any:
     """The library, with gmm registered."""
     library = pytest.importorskip("transformers", minversion="5")
@@ -301,7 +301,7 @@ def test_expert_parallel(auto_target: Target, module: Callable[..., nn.Module], 
     assert all(not t.any() for t in results)
 
 
-def test_fine_tuning_example(auto_target: Target) -> None:
+def test_fine_tuning_example(transformers: Any, auto_target: Target) -> None:
     """Runs, and its loss falls, as much as with the library's own experts."""
     losses = []
     for experts in ("gmm", "eager"):
@@ -322,6 +322,64 @@ def test_fine_tuning_example(auto_target: Target) -> None:
 
 
 # Without transformers.
+
+
+class Experts(nn.Module):
+    """Qwen3-MoE's experts as transformers hands them over."""
+
+    has_gate, has_bias, is_transposed, num_experts = True, False, False, 6
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter(torch.randn(self.num_experts, 2 * ffn, hidden) * hidden**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(self.num_experts, hidden, ffn) * ffn**-0.5)
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        raise AssertionError("gmm has a kernel for it")
+
+    _apply_gate.__module__ = "transformers.integrations.moe"
+
+    def exact(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Every expert on every token."""
+        gate, up = torch.einsum("th,enh->ten", x, self.gate_up_proj).chunk(2, -1)
+        y = torch.einsum("ten,ehn->teh", nn.functional.silu(gate) * up, self.down_proj)
+        return (y * torch.zeros_like(y[..., 0]).scatter(1, index, weights)[..., None]).sum(1)
+
+
+@pytest.mark.parametrize("dtype", (FP32, BF16), ids=str)
+def test_against_fp64(auto_target: Target, calls: list[str], dtype: torch.dtype) -> None:
+    """Forward and backward, and on a GPU without a synchronisation."""
+    torch.manual_seed(0)
+    device = auto_target.device
+    experts = Experts(64, 96).to(device, dtype)
+    x, index, weights = inputs(device, experts.num_experts, hidden=64)
+    x = x.detach().to(dtype).requires_grad_()
+    dy = torch.randn(33, 64, generator=seeded(torch.device("cpu"))).to(device, dtype)
+
+    def results(forward: Callable[..., Tensor], *leaves: Tensor) -> list[Tensor]:
+        y = forward(leaves[0], index, leaves[1])
+        return [y, *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+    def forward(*args: Tensor) -> Tensor:
+        return integration.experts_forward(experts, *args)
+
+    results(forward, x, weights, *experts.parameters())  # compiles and plans
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        ours = results(forward, x, weights, *experts.parameters())
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(calls) == 4 and set(calls) <= {"cpu": {"reference"}, "cuda": {"cutlass", "triton"}}[device.type]
+    exact = Experts(64, 96).to(device, torch.float64)
+    exact.load_state_dict(experts.state_dict())
+    x64, weights64 = (t.detach().double().requires_grad_() for t in (x, weights))
+    theirs = results(exact.exact, x64, weights64, *exact.parameters())
+    tolerance = 1e-6 if dtype is FP32 else 1e-2
+    assert ours[0].dtype is dtype and ours[2].dtype is FP32
+    assert all(near(a.double(), b, tolerance) for a, b in zip(ours, theirs, strict=True))
 
 
 def test_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
