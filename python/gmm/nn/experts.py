@@ -86,8 +86,8 @@ class GroupedExperts(nn.Module):
         Raises:
             ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
 
-        Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel of
-        their own.
+        Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel
+        of their own.
         """
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
             offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
