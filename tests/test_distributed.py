@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import environment
+from conftest import torchrun
 
-ROOT = Path(__file__).parents[1]
 CASES = ("dtensor", "same_shape_both_ways", "fsdp")
-
-
-def torchrun(processes: int, script: str, *arguments: str, **variables: str) -> str:
-    """Runs the script in so many processes; fails with what they print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    done = subprocess.run(
-        [*command, str(ROOT / script), *arguments],
-        env=environment(OMP_NUM_THREADS="1", **variables),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_on_two_processes() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from check import seeded
-from conftest import Target, environment
+from conftest import Target, environment, torchrun
 from grouped_cases import BF16, FP32
 from torch import Tensor, nn
 
@@ -319,6 +319,17 @@ def test_fine_tuning_example(transformers: Any, auto_target: Target) -> None:
         assert found, done.stdout
         losses.append([float(loss) for loss in found.groups()])
     assert losses[0][1] < 0.9 * losses[0][0] and losses[0] == pytest.approx(losses[1], abs=0.01)
+
+
+def test_spread_over_processes(transformers: Any, tmp_path: Path) -> None:
+    """transformers' own expert parallelism, in two processes."""
+    pytest.importorskip("accelerate")
+    model = build(transformers, "Qwen3Moe", torch.device("cpu"), experts_implementation="eager")
+    model.save_pretrained(tmp_path)
+    ids = prompt(torch.device("cpu"))
+    torch.save((ids, model(ids).logits.detach()), tmp_path / "expected.pt")
+    output = torchrun(2, "tests/distributed_transformers.py", str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert output.count("passed") == 4, output
 
 
 # Without transformers.
