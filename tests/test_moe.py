@@ -139,9 +139,24 @@ def test_rows_of_sentinels_do_not_count(device: torch.device) -> None:
         y = y.detach().requires_grad_()
         out = gmm.moe.unpermute(y, row_map, weights)
         assert torch.equal(out, want)
-        dy, dw = torch.autograd.grad(out.square().sum(), (y, weights))
+        dout = out.detach().clone()
+        dout[(row_map < 0).all(1)] = float("nan")  # tokens without a row
+        dy, dw = torch.autograd.grad(out, (y, weights), dout)
         assert dy.isfinite().all() and dw.isfinite().all() and not dy[last:].any() and not dw[row_map < 0].any()
         assert dy[:last].any()
+
+
+def test_fewer_rows(device: torch.device) -> None:
+    """Pairs whose rows were dropped count as zeros, and get none."""
+    index, experts = routing("top_2", device)
+    x, weights = randn(17, 8).to(device), torch.rand(17, 2).to(device).requires_grad_()
+    permuted, row_map, _ = gmm.moe.permute(x, index, experts)
+    cut = permuted[:20].clone().requires_grad_()
+    out = gmm.moe.unpermute(cut, row_map, weights)
+    kept = weights * (row_map < 20)
+    torch.testing.assert_close(out, x * kept.sum(1, keepdim=True))
+    dy, dw = torch.autograd.grad(out.square().sum(), (cut, weights))
+    assert dy.shape == cut.shape and dy.any(1).all() and torch.equal(dw != 0, row_map < 20)
 
 
 def test_permute_weights(device: torch.device) -> None:

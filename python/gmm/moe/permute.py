@@ -6,7 +6,8 @@ Three ops, each linear in every operand, whose derivatives are one another: with
     unpermute   out[t] = the sum over j of weights[t, j] * y[row]
     dots        out[t, j] = <x[t], y[row]>
 
-Where row_map is negative, ~row_map is a row after the last expert's: zeros in permute, nothing in the others.
+Where row_map is negative, ~row_map is a row after the last expert's: zeros in permute, nothing in the others. A row
+that is not there is neither written nor read.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def unpermute(y: Tensor, row_map: Tensor, top_k_weights: Tensor | None = None) -
 
     Args:
         y: [T*k, H] rows in the experts' order, in bfloat16, float16 or float32. The rows of sentinels are not read.
-            Fewer rows are allowed where row_map has ~row for those that are missing.
+            There may be fewer rows: those that are missing count as zeros.
         row_map: [T, k], from permute() or route().
         top_k_weights: [T, k], of any floating dtype; None: all are 1, as where gated_activation() has applied them,
             which keeps backward from reading y.

@@ -105,7 +105,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         count: int,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.x_dtype, cast = x.dtype, parameters
+        cast = parameters
         if autocast_is_on(x.device):
             dtype = torch.get_autocast_dtype(x.device.type)
             x, cast = x.to(dtype), tuple(p.to(dtype) for p in parameters)
@@ -124,12 +124,12 @@ class GroupedLinearFunction(torch.autograd.Function):
         groups = saved.pop() if ctx.sizes is None else ctx.sizes
         count, needs = ctx.count, ctx.needs_input_grad
         weights, biases = ctx.parameters[:count], ctx.parameters[count:]
-        dy = dy.contiguous()
+        dy = dy.contiguous()  # that of a sum is expanded: no kernel reads it at speed
         dx = None
         grads: list[Tensor | None] = [None] * len(ctx.parameters)
         with without_autocast(dy.device):
             if needs[0]:
-                dx = product(dy, saved, (), groups, ctx.sm_margin, trans_b=False).to(ctx.x_dtype)
+                dx = product(dy, saved, (), groups, ctx.sm_margin, trans_b=False)
             if any(needs[6 : 6 + count]):
                 if ctx.owner is None:
                     grads[:count] = weight_grads(dy, x, weights, groups, ctx.sm_margin)
