@@ -74,13 +74,13 @@ def same_shape_both_ways() -> None:
     """DTensor remembers calls; one with trans_b, or of another result dtype, is not the one before."""
     gmm.integrations.dtensor.register()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
     x, w = torch.randn(6, 8).bfloat16(), torch.randn(2, 8, 8).bfloat16()
-    dist.broadcast(x, 0), dist.broadcast(w, 0)
     offs = torch.tensor([2, 6])
     x_, w_, offs_ = (distribute_tensor(t, mesh, [p]) for t, p in ((x, Replicate()), (w, Shard(2)), (offs, Replicate())))
     for options in ({}, {"trans_b": True}, {"out_dtype": torch.float32}, {"trans_b": True}, {}):
         y, exact = gmm.grouped_mm(x_, w_, offs_, **options), gmm.grouped_mm(x, w, offs, **options)
-        assert y.dtype is exact.dtype and (y.full_tensor() - exact).abs().max() <= 0.05, options
+        assert y.dtype is exact.dtype and (y.full_tensor() - exact).norm() <= 1e-2 * exact.norm(), options
         assert y.placements == ((Partial(),) if options.get("trans_b") else (Shard(1),)), (options, y.placements)
 
 
