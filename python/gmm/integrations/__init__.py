@@ -1,14 +1,8 @@
-"""gmm inside other libraries: each module here switches one of them over, and needs it only when it is called."""
+"""gmm inside other libraries: each module here switches one of them over, and imports it only then.
 
-from __future__ import annotations
+torchtitan.py is the one that must be imported by name, which is how torchtitan's configuration finds it.
+"""
 
-import importlib
-from typing import Any
+from gmm.integrations import deepspeed, dtensor, transformers
 
-
-def require(module: str, package: str) -> Any:
-    """That module. Raises ImportError in one line where it is missing, saying what to install."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ImportError(f"gmm needs {module}, which is missing ({error}): pip install -U {package}") from error
+__all__ = ["deepspeed", "dtensor", "transformers"]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gmm.grouped_mm import grouped_mm
-from gmm.integrations import require
+from gmm.integrations._packages import require
 
 
 def register() -> None:

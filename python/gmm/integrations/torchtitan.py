@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from gmm.grouped_mm import grouped_mm
-from gmm.integrations import require
+from gmm.integrations._packages import require
 
 _config = require("torchtitan.config", "torchtitan")
 _moe = require("torchtitan.models.common.moe", "torchtitan")

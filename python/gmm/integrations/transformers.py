@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from gmm.grouped_mm import grouped_mm
-from gmm.integrations import require
+from gmm.integrations._packages import require
 from gmm.moe import gated_activation, permute, permute_weights, unpermute
 from gmm.ragged.autograd import autocast_is_on
 
