@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from gmm.check import check
 from gmm.grouped_mm import grouped_mm
 from gmm.nn.products import GroupedLinearFunction, Groups, WeightGrad, add_weight_grads, weight_grads
+from gmm.ragged.autograd import without_autocast
 
 
 class GroupedLinear(nn.Module):
@@ -155,11 +156,14 @@ class GroupedLinear(nn.Module):
         return sizes
 
     def _tensors(self, name: str) -> list[nn.Parameter]:
-        return [self.get_parameter(parameter) for parameter in self._names[name]]
+        return [getattr(self, parameter) for parameter in self._names[name]]
 
     def _stacked(self, name: str) -> Tensor:
         tensors = self._tensors(name)
-        return torch.stack(list(tensors)) if self.parameter_per_group else _local(tensors[0])
+        if not self.parameter_per_group:
+            return _local(tensors[0])
+        with without_autocast(tensors[0].device):  # whose rule for stack refuses one 16-bit dtype while it is the other
+            return torch.stack(list(tensors))
 
     def _parameters_in_order(self) -> tuple[Any, ...]:
         weights, biases = ([_local(x) for x in self._tensors(name)] for name in ("weight", "bias"))

@@ -32,13 +32,13 @@ def product(x: Tensor, weights: Weights, biases: Weights, groups: Groups, sm_mar
 
 
 def weight_grads(dy: Tensor, x: Tensor, weights: Weights, groups: Groups, sm_margin: int) -> Sequence[Tensor]:
-    """New tensors like the weights."""
+    """New tensors; in float32 where autocast gave the factors another dtype than the weights have."""
     like = weights[0]
+    dtype = x.dtype if like.dtype == x.dtype else torch.float32
     if isinstance(groups, Tensor):
-        dtype = None if like.dtype == x.dtype else torch.float32
         dw = grouped_mm(dy.mT, x, groups, out_dtype=dtype, sm_margin=sm_margin)
     else:
-        dw = x.new_empty((len(groups), dy.shape[1], x.shape[1]), dtype=like.dtype)
+        dw = x.new_empty((len(groups), dy.shape[1], x.shape[1]), dtype=dtype)
         add_weight_grads(dy, x, [dw], groups, False, sm_margin)
     return [dw] if like.dim() == 3 else dw.unbind()
 
