@@ -111,7 +111,7 @@ class GroupedLinear(nn.Module):
             RuntimeError: shapes, dtypes or devices contradict; a weight without main_grad that should have one.
 
         Of parameters that are DTensors, sharded in the groups, this process' groups count alone: x and the sizes, as a
-        tensor on the device or as offs, are theirs.
+        tensor on the device or as offs, are theirs. Not with fuse_wgrad_accumulation or delay_wgrad_compute.
 
         Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
         copied into one tensor first.
@@ -166,8 +166,8 @@ class GroupedLinear(nn.Module):
             return torch.stack(list(tensors))
 
     def _parameters_in_order(self) -> tuple[Any, ...]:
-        weights, biases = ([_local(x) for x in self._tensors(name)] for name in ("weight", "bias"))
-        return len(weights), *weights, *biases
+        weights = self._tensors("weight")
+        return len(weights), *weights, *self._tensors("bias")
 
     # Where the gradients of weights go.
 
