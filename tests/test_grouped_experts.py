@@ -201,7 +201,7 @@ def test_autocast_row_24(auto_target: Target) -> None:
 @pytest.mark.parametrize("kind", ("swiglu", "relu2"))
 def test_compile_and_checkpoint(kind: str) -> None:
     experts = experts_of(torch.device("cpu"), kind)
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     x, index, weights = operands(torch.device("cpu"))
     for tokens in (T, 9):
         leaves = [x[:tokens].clone().requires_grad_(), weights[:tokens].clone().requires_grad_()]

@@ -391,7 +391,7 @@ def test_autocast_of_another_16_bit_dtype(auto_target: Target, form: str, parame
 @forms
 def test_compile(form: str, parameter_per_group: bool) -> None:
     layer = layer_of(CPU, bias=True, parameter_per_group=parameter_per_group)
-    compiled = torch.compile(layer, fullgraph=form != "cpu")
+    compiled = torch.compile(layer, fullgraph=form != "cpu", dynamic=True)
     for splits in (SPLITS, [8, 8, 1, 11]):
         x = randn(sum(splits), 16).requires_grad_()
         results = []
@@ -424,7 +424,7 @@ def test_errors() -> None:
         (ValueError, lambda: layer(x, [5, -1, 9, 7]), r"m_splits\[1\]: expected >= 0, got -1"),
         (ValueError, lambda: layer(x, [5, 0, 9, 7]), r"m_splits: expected sizes that sum to 20 .*, got 21"),
         (ValueError, lambda: layer(x, torch.tensor([5, 0, 9, 7])), "m_splits: expected sizes that sum to 20"),
-        (RuntimeError, lambda: layer(x[:, :8], SPLITS), "x: expected 16 columns, got 8"),
+        (RuntimeError, lambda: layer(x[:, :8], SPLITS), r"x: expected shape \[..., rows, 16\], got \[20, 8\]"),
         (RuntimeError, lambda: layer(x, offs=offs[:3]), r"offs: expected length 4 \(the groups of b\), got 3"),
         (RuntimeError, lambda: layer(x.half(), offs=offs), "b: expected float16 .*, got float32"),
         (RuntimeError, lambda: layer(x.half(), SPLITS), r"b\[0\]: expected float16 .*, got float32"),
@@ -442,6 +442,9 @@ def test_errors() -> None:
 def test_no_groups() -> None:
     layer = GroupedLinear(0, 16, 24)
     assert layer(torch.zeros(0, 16), []).shape == (0, 24)
+    for sizes in ((0, 24), (16, 0)):
+        y = GroupedLinear(2, *sizes)(torch.zeros(5, sizes[0]), [2, 3])
+        assert y.shape == (5, sizes[1]) and not y.any()
 
 
 @pytest.mark.gpu

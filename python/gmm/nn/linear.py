@@ -116,8 +116,9 @@ class GroupedLinear(nn.Module):
         Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
         copied into one tensor first.
         """
-        check(x.shape[-1] == self.in_features, "x: expected {} columns, got {}", self.in_features, x.shape[-1])
-        rows = x.reshape(-1, self.in_features)
+        if x.dim() < 2 or x.shape[-1] != self.in_features:  # dynamo cannot trace check() on symbolic sizes
+            raise RuntimeError(f"x: expected shape [..., rows, {self.in_features}], got {list(x.shape)}")
+        rows = x.flatten(0, -2)
         groups = self._groups(rows, m_splits, offs)
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
             y = self._forward_as_owner(rows, groups, bool(is_first_microbatch))
