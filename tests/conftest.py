@@ -153,6 +153,20 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
 
 
+def torchrun(processes: int, script: str, *arguments: str, **variables: str) -> str:
+    """Runs the script in so many processes; fails with what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parents[1] / script), *arguments],
+        env=environment(OMP_NUM_THREADS="1", **variables),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.fixture
 def python() -> Callable[..., subprocess.CompletedProcess[str]]:
     """python(code, **variables) runs code in a fresh interpreter; fails with its output."""

@@ -110,6 +110,9 @@ class GroupedLinear(nn.Module):
                 size, or of another sum than the rows of x.
             RuntimeError: shapes, dtypes or devices contradict; a weight without main_grad that should have one.
 
+        Of parameters that are DTensors, sharded in the groups, this process' groups count alone: x and the sizes, as a
+        tensor on the device or as offs, are theirs. Not with fuse_wgrad_accumulation or delay_wgrad_compute.
+
         Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
         copied into one tensor first.
         """
@@ -159,7 +162,7 @@ class GroupedLinear(nn.Module):
     def _stacked(self, name: str) -> Tensor:
         tensors = self._tensors(name)
         if not self.parameter_per_group:
-            return tensors[0]
+            return _local(tensors[0])
         with without_autocast(tensors[0].device):  # whose rule for stack refuses one 16-bit dtype while it is the other
             return torch.stack(list(tensors))
 
@@ -238,6 +241,12 @@ class GroupedLinear(nn.Module):
             if getattr(self, option):
                 text += f", {option}={getattr(self, option)}"
         return text
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Of a DTensor, which expert parallelism shards in the groups, those that this process has."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
 
 
 def _mark_added(weight: nn.Parameter) -> Tensor | None:
