@@ -108,6 +108,22 @@ def test_counter_of_tiles_in_dirty_memory(form: str) -> None:
         assert all(torch.equal(first, out) for out in (*outs, captured))
 
 
+@pytest.mark.parametrize("columns", (8, 64, 128, 136, 192, 200, 256, 320, 448, 2048))
+@pytest.mark.parametrize(("dtype", "accumulate"), ((BF16, False), (FP32, False), (FP32, True), (BF16, True)), ids=str)
+def test_columns_of_weight_gradients(columns: int, dtype: torch.dtype, accumulate: bool) -> None:
+    """CUTLASS cuts them into tiles of 192 and 128, and into 128 alone where that spreads few groups more evenly. The
+    ragged form and the list form give the same bits."""
+    require("cutlass")
+    for rows, counts in ((136, [70, 0, 5, 333]), (512, [100] * 7), (2048, [64])):
+        dy, x, offs = operands("ragged_k", ends_of(counts), rows, columns, 0, BF16, CUDA, total=sum(counts) + 9)
+        dy = dy.t().contiguous().t()
+        ragged = run(dy, x, offs, "cutlass", out_dtype=dtype, accumulate=accumulate)
+        outs, _ = guarded_out(dy, x, offs, dtype, accumulate)
+        parts = [t[: sum(counts)].split(counts) for t in (dy.t(), x)]
+        gmm.multi_tensor_gemm(*parts, outs.unbind(), trans_a=True, accumulate=accumulate)
+        assert ragged is not None and torch.equal(ragged, outs)
+
+
 def test_cublas_synchronises_and_says_so(no_sync: Callable[[], None]) -> None:
     x, w, offs = operands("ragged_m", [5, 9], 0, 16, 8, BF16, CUDA)
     run(x, w, offs, "cublas")
