@@ -21,7 +21,7 @@ namespace gmm {
 namespace {
 
 thread_local std::string last_error;
-thread_local char last_backend[128] = "";
+thread_local std::string last_backend;
 
 // Runs `body`, turning exceptions into a status and the thread's error text.
 template <typename Body>
@@ -117,7 +117,7 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
     else
       sm90::pointer_array::run(args, plan, workspace, device.sm_count - args.sm_margin, stream);
   }
-  std::snprintf(last_backend, sizeof last_backend, "%s: %s", backend_name(plan.backend), kernel_name(plan).c_str());
+  last_backend.assign(backend_name(plan.backend)).append(": ").append(kernel_name(plan));
 }
 
 #else
@@ -162,11 +162,9 @@ gmm_status gmm_multi_tensor_gemm(const gmm_args *args, void *workspace, size_t w
 
 const char *gmm_last_error(void) { return gmm::last_error.c_str(); }
 
-const char *gmm_last_backend(void) { return gmm::last_backend; }
+const char *gmm_last_backend(void) { return gmm::last_backend.c_str(); }
 
-void gmm_set_last_backend(const char *text) {
-  std::snprintf(gmm::last_backend, sizeof gmm::last_backend, "%s", text ? text : "");
-}
+void gmm_set_last_backend(const char *text) { gmm::last_backend.assign(text ? text : ""); }
 
 const char *gmm_version(void) { return GMM_VERSION; }
 
