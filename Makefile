@@ -4,6 +4,7 @@
 # Each sets up what it needs in .venv by itself. For development:
 #   make build    the libraries, into python/gmm (incremental)
 #   make format   make lint   make wheel
+#   make fuzz   make fuzz-c   make sanitize   make soak   make coverage    long tests: see CONTRIBUTING.md
 #   make test PYTEST_ARGS="-k plan"
 #   make test VENV= PYTHON=python3    in the environment at hand: no venv, nothing is installed (torch, pytest, setuptools,
 #                                     cmake, ninja and pybind11 must be there), no network
@@ -31,7 +32,7 @@ endif
 
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
 
-.PHONY: demo test build installed dev format lint wheel
+.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize soak coverage
 
 demo:
 	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
@@ -75,3 +76,60 @@ $(VENV)/.installed: pyproject.toml setup.py | build
 $(VENV)/.dev: pyproject.toml setup.py | build
 	$(PIP) install -q --no-build-isolation -e ".[dev]"
 	@touch $@ $(INSTALLED)
+
+# Random calls against fp64, by the thousand on a GPU: make fuzz FUZZ_ARGS="--cases 20000 --seconds 600 --seed 3"
+fuzz: dev
+	$(PY) tests/fuzz.py $(FUZZ_ARGS)
+
+# Every kernel under the tools of compute-sanitizer.
+sanitize: dev
+	$(PY) tests/sanitize.py $(SANITIZE_ARGS)
+
+# Threads, streams, forks and ten minutes of random calls: nothing grows, no bit changes.
+soak: dev
+	GMM_TEST_SOAK=$(or $(SOAK_SECONDS),600) $(PY) -m pytest -s tests/test_stress.py --timeout 3600
+
+# What the tests run of the Python code, and tests/c of the core's host part.
+coverage: dev build/coverage/plan build/coverage/fuzz
+	rm -f .coverage .coverage.*
+	$(PY) -m coverage run -m pytest $(PYTEST_ARGS)
+	$(PY) -m coverage combine -q
+	$(PY) -m coverage report --fail-under=95
+	find build/coverage -name '*.gcda' -delete
+	build/coverage/plan && build/coverage/fuzz 5 1
+	gcov -n `find build/coverage -name '*.gcda'` | awk -F "[:% ]+" '/^File/ {core = /csrc.core/} \
+	  core && /^Lines/ {lines += $$5; run += $$3 * $$5 / 100; core = 0} \
+	  END {printf "csrc/core: %.1f %% of %d lines\n", 100 * run / lines, lines; exit run < 0.9 * lines}'
+
+# The core without CUDA, instrumented: every input may only be refused, and nothing be read but what it says is there.
+# FUZZ_SECONDS and SEED choose another run.
+fuzz-c: FUZZ_SECONDS ?= 300
+fuzz-c: build/fuzz/fuzz
+	cd build/fuzz && ./fuzz $(FUZZ_SECONDS) $(SEED)
+
+# ---- the core's host part without CUDA, in two instrumented builds of tests/c's programs
+
+HOST_SOURCES := $(wildcard csrc/core/*.cpp csrc/cublas/heuristics.cpp csrc/cutlass/sm90/*/heuristics.cpp)
+HOST_HEADERS := $(wildcard csrc/core/*.h csrc/cublas/*.h csrc/cutlass/sm90/*.h csrc/cutlass/sm90/*/*.h) \
+  csrc/include/gmm/gmm.h
+HOST_FLAGS := -std=c++17 -g -Icsrc -Icsrc/include -DGMM_WITH_CUDA=0 -DGMM_ARCHS='"none"' \
+  $(foreach name,CUDA CUTLASS CUBLAS,-DGMM_$(name)_VERSION='"none"')
+SANITIZERS := -O1 -fsanitize=address,undefined -fno-sanitize-recover=all
+
+build/fuzz/%.o: %.cpp $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) $(HOST_FLAGS) $(SANITIZERS) -fsanitize-coverage=trace-pc -c $< -o $@
+
+build/fuzz/fuzz: $(HOST_SOURCES:%.cpp=build/fuzz/%.o) tests/c/fuzz.cpp
+	$(CXX) $(HOST_FLAGS) $(SANITIZERS) $^ -o $@
+
+build/coverage/%.o: %.cpp $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	$(CXX) $(HOST_FLAGS) --coverage -c $< -o $@
+
+build/coverage/tests/c/plan.o: tests/c/plan.c $(HOST_HEADERS)
+	@mkdir -p $(@D)
+	$(CC) -Icsrc/include -c $< -o $@
+
+build/coverage/plan build/coverage/fuzz: build/coverage/%: $(HOST_SOURCES:%.cpp=build/coverage/%.o) build/coverage/tests/c/%.o
+	$(CXX) --coverage $^ -o $@

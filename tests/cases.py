@@ -6,7 +6,9 @@ A group is (M, N, K): D [M, N] = op(A) [M, K] @ op(B) [K, N].
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,11 @@ LAYOUTS = {"nt": FORWARD, "nn": DGRAD, "tn": WGRAD, "tt": Layout(True, True)}
 
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
+
+
+# The CUTLASS kernels' names, out of the tables that the plan chooses from.
+HEADERS = (Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90").glob("*/heuristics.h")
+KERNELS = sorted(name for header in HEADERS for name in re.findall(r'"(sm90_\w+)"', header.read_text()))
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cases
 import pytest
@@ -94,6 +94,38 @@ def small_target(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     return _checked(request.param)
 
 
+class MoeTarget(NamedTuple):
+    """Where the ops of gmm.moe run: plain torch on the CPU, Triton's interpreter, or a GPU."""
+
+    device: torch.device
+    in_triton: bool
+    launched: list[str]
+
+    def ran(self) -> set[str]:
+        """The kernels launched since the last call."""
+        names = set(self.launched)
+        self.launched.clear()
+        return names
+
+
+@pytest.fixture(params=["torch", "triton-interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def moe(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MoeTarget:
+    """Each of them; notes which kernels are launched."""
+    target = MoeTarget(torch.device("cuda" if request.param == "cuda" else "cpu"), request.param != "torch", [])
+    if request.param == "triton-interpreter":
+        pytest.importorskip("triton")
+        pytest.importorskip("numpy")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    launch = gmm.moe.launch._launch
+
+    def noted(module: str, name: str, *args: Any) -> None:
+        target.launched.append(name)
+        launch(module, name, *args)
+
+    monkeypatch.setattr(gmm.moe.launch, "_launch", noted)
+    return target
+
+
 @pytest.fixture(params=CUDA_BACKENDS)
 def cuda_target(request: pytest.FixtureRequest) -> Target:
     """The two CUDA backends."""
@@ -119,6 +151,20 @@ def environment(**variables: str) -> dict[str, str]:
     """The environment of a fresh interpreter that finds this gmm and these tests."""
     paths = [str(Path(gmm.__file__).parents[1]), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}
+
+
+def torchrun(processes: int, script: str, *arguments: str, **variables: str) -> str:
+    """Runs the script in so many processes; fails with what they print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parents[1] / script), *arguments],
+        env=environment(OMP_NUM_THREADS="1", **variables),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.fixture

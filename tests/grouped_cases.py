@@ -172,11 +172,13 @@ def cutlass_must_take(a: Tensor, b: Tensor, offs: Tensor | None, out: Tensor, bi
         unit = 1 if x.stride(-1) == 1 else 0 if x.stride(-2) == 1 else None
         if unit is None or x.data_ptr() % 16:
             return False
-        others = [*x.stride()[:-2], x.stride(-1 - unit), x.shape[-2 + unit]]
-        return all(n * x.element_size() % 16 == 0 for n in others)
+        line, length = x.stride(-1 - unit), x.shape[-2 + unit]
+        return line >= length and all(n * x.element_size() % 16 == 0 for n in (*x.stride()[:-2], line, length))
 
     operands = [a, b, out, *([] if bias is None else [bias.unsqueeze(0)])]
     if a.dtype is FP32 or out.stride(-1) != 1 or not all(x.numel() and aligned(x) for x in operands):
+        return False
+    if (bias is not None and bias.stride(-1) != 1) or (offs is not None and offs.stride(0) != 1 and len(offs) > 1):
         return False
     if offs is None or a.dim() < b.dim():
         return a.stride(-1) == 1
@@ -210,10 +212,12 @@ def run(
     accumulate: bool = False,
     trans_b: bool = False,
     tf32: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Runs the call into a guarded out, and compares it with fp64. b is as in the product; with trans_b it is given as
-    its transpose. None when CUTLASS refused a call that it does not promise, with its reason, and left out alone."""
-    out, guard = guarded_out(a, b, offs, out_dtype or a.dtype, accumulate)
+    """Runs the call into a guarded out, or into that one and its buffer, and compares it with fp64. b is as in the
+    product; with trans_b it is given as its transpose. None when CUTLASS refused a call that it does not promise, with
+    its reason, and left out alone."""
+    out, guard = out or guarded_out(a, b, offs, out_dtype or a.dtype, accumulate)
     before = out.clone()
     with torch.no_grad():
         try:
@@ -287,7 +291,9 @@ def check_grads(
     dy = torch.randn(y.shape, generator=seeded(torch.device("cpu"), 7)).to(y) if dy is None else dy
     twins = [x.detach().double().requires_grad_() for x in leaves]
     exact = loop(twins[0], twins[1].mT if trans_b else twins[1], offs, twins[2] if bias is not None else None)
-    wanted = torch.autograd.grad(exact, twins, dy.double(), allow_unused=True)
+    wanted: Sequence[Tensor | None] = [None] * len(twins)  # without groups nothing depends on them
+    if exact.requires_grad:
+        wanted = torch.autograd.grad(exact, twins, dy.double(), allow_unused=True)
     grads = torch.autograd.grad(y, leaves, dy)
     for x, grad, want in zip(leaves, grads, wanted, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype

@@ -138,7 +138,7 @@ def test_no_cublas(bare: Path) -> None:
     stopped(expected, locate.cuda_options, make_torch(bare), bare)
 
 
-def test_no_cutlass(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_cutlass_row_36(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}.items():
         monkeypatch.setenv(name, value)
     stopped("could not be fetched .*git submodule update --init", locate.fetch_cutlass, bare / "cutlass/include")
@@ -157,7 +157,7 @@ def test_wrong_cuda_home(bare: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         assert said == ("" if nvcc is right else f"gmm: CUDA_HOME={home} has no bin/nvcc: looking for one elsewhere\n")
 
 
-def test_nvcc_of_the_wheels(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvcc_of_the_wheels_row_37(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A toolkit that is wheels beside torch, and CUTLASS where the environment says."""
     torch = make_torch(bare)
     toolkit = torch.folder.parent / "nvidia/cu13"
@@ -203,7 +203,7 @@ def fatbin(*entries: tuple[int, int, int]) -> bytes:
     ],
     ids=["sm_90a", "sm_90", "PTX", "sm_100a", "nothing"],
 )
-def test_sm90a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], entries: list, error: str) -> None:
+def test_sm90a_code_row_38(tmp_path: Path, capsys: pytest.CaptureFixture[str], entries: list, error: str) -> None:
     library = tmp_path / "libgmm.so"
     library.write_bytes(fatbin(*entries))
     assert check_sm90.check_library(library) == bool(error)
@@ -221,7 +221,7 @@ def test_sm90a_code(tmp_path: Path, capsys: pytest.CaptureFixture[str], entries:
     ],
     ids=["C7510", "C7511", "clean", "error"],
 )
-def test_serialised_wgmma(
+def test_serialised_wgmma_row_38(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], says: str, status: int, expected: int
 ) -> None:
     nvcc = script(tmp_path / "nvcc", f'echo "{says}" >&2; touch "$3"; exit {status}')

@@ -37,6 +37,15 @@ def test_c_program(tmp_path: Path) -> None:
     assert gmm.__version__ in done.stdout
 
 
+@pytest.mark.skipif(not all(map(shutil.which, ("make", "g++"))), reason="no make or no g++")
+def test_malformed_arguments() -> None:
+    """A short form of `make fuzz-c`."""
+    done = subprocess.run(
+        ["make", "-s", "fuzz-c", "FUZZ_SECONDS=2", "SEED=1"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "fuzz: clean" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
 def test_only_the_c_interface_is_exported() -> None:
     """No C++ symbol of this library can clash with another's; every function of gmm.h is there."""

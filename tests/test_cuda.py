@@ -119,7 +119,7 @@ def test_work_is_ordered_on_the_callers_stream(cuda_target: Target) -> None:
         compare(call, results, results)
 
 
-def test_no_synchronisation(cuda_target: Target) -> None:
+def test_no_synchronisation_row_6(cuda_target: Target) -> None:
     """The call returns while the stream still sleeps, and torch itself saw no synchronising call."""
     call = forward_call()
     start(call, cuda_target.backend)
@@ -140,7 +140,7 @@ def test_no_synchronisation(cuda_target: Target) -> None:
     compare(call, results, results)
 
 
-def test_host_arrays_may_go_at_once(cuda_target: Target) -> None:
+def test_host_arrays_may_go_at_once_row_1(cuda_target: Target) -> None:
     """Calls pile up behind a sleep; each one's lists are freed and their memory reused before any runs."""
     calls = [forward_call([8 + i % 5, 0, 3 * i], seed=i) for i in range(40)]
     start(calls[0], cuda_target.backend)
@@ -214,7 +214,7 @@ def test_streams_alternating_in_one_thread(cuda_target: Target) -> None:
 
 
 @two_gpus
-def test_the_device_is_the_tensors(cuda_target: Target) -> None:
+def test_the_device_is_the_tensors_row_8(cuda_target: Target) -> None:
     for current, device in ((0, 1), (1, 0)):
         with torch.cuda.device(current):
             groups = cases.ragged([40, 129, 8], 256, 128, FORWARD)
@@ -256,7 +256,7 @@ GRAPH_CALLS: dict[str, Callable[[], Call]] = {
 
 
 @pytest.mark.parametrize("make", GRAPH_CALLS.values(), ids=GRAPH_CALLS)
-def test_graph_replays(cuda_target: Target, make: Callable[[], Call]) -> None:
+def test_graph_replays_row_7(cuda_target: Target, make: Callable[[], Call]) -> None:
     """Every replay reads what the inputs hold then."""
     call = make()
     start(call, cuda_target.backend)
@@ -372,7 +372,7 @@ def test_capture_beside_eager_calls_of_another_thread(cuda_target: Target) -> No
 # Memory
 
 
-def test_poisoned_allocator(cuda_target: Target) -> None:
+def test_poisoned_allocator_row_14(cuda_target: Target) -> None:
     """Workspaces and outputs come out of memory full of NaN."""
     call = forward_call([8, 0, 1, 300])
     wgrad = make_call(cases.ragged([0, 3, 500, 0], 128, 256, WGRAD), WGRAD, BF16, CUDA)
@@ -417,7 +417,7 @@ def test_no_memory_is_kept(cuda_target: Target) -> None:
 # Determinism, and the price of accumulation
 
 
-def test_equal_bits_in_1000_runs(cuda_target: Target) -> None:
+def test_equal_bits_in_1000_runs_row_28(cuda_target: Target) -> None:
     """Groups along K on which a peer's descriptors raced."""
     groups = [Group(cases.RACE_M, cases.RACE_N, k) for k in cases.RACE_KS]
     call = make_call(groups, WGRAD, BF16, CUDA, d_dtype=FP32)
@@ -433,7 +433,7 @@ def test_equal_bits_in_1000_runs(cuda_target: Target) -> None:
     assert different == 0
 
 
-def test_accumulating_costs_its_memory_traffic_and_no_more(cuda_target: Target) -> None:
+def test_accumulating_costs_its_memory_traffic_and_no_more_row_40(cuda_target: Target) -> None:
     """A peer took four times as long. Reading D once more costs a fraction at this size."""
 
     def milliseconds(accumulate: bool) -> float:

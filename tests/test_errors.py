@@ -183,6 +183,18 @@ def test_accumulate_needs_d() -> None:
         gmm.multi_tensor_gemm(**call, accumulate=True)
 
 
+def test_what_excludes_d() -> None:
+    """A dtype of new results, and a graph: what is written into d is not differentiable."""
+    call = valid("cpu")
+    with pytest.raises(ValueError, match="out_dtype: expected None, as d has its own dtype"):
+        gmm.multi_tensor_gemm(**call, out_dtype=torch.float32)
+    call["b"][1].requires_grad_()
+    with pytest.raises(RuntimeError, match=r"b\[1\]: expected a tensor that does not require grad"):
+        gmm.multi_tensor_gemm(**call)
+    with torch.no_grad():
+        gmm.multi_tensor_gemm(**call)
+
+
 def test_lists_where_one_is_empty() -> None:
     for argument in ("a", "b", "d", "bias"):
         call = valid("cpu")

@@ -373,6 +373,23 @@ def test_never_slower_than_a_loop_row_21() -> None:
             assert ours <= 1.05 * loop_ms, f"{backend}: {ours:.3f} ms, loop {loop_ms:.3f} ms"
 
 
+def test_the_faster_backend_is_chosen_row_39() -> None:
+    """Triton by more than a tenth at no shape, as far as other work on the GPU lets one see."""
+    require("cutlass")
+    from triton.testing import do_bench
+
+    for counts, n, k in (([512] * 128, 1536, 2048), ([512] * 128, 2048, 768), ([8] * 64, 768, 2048)):
+        x, w, offs = operands("ragged_m", ends_of(counts), 0, n, k, BF16, CUDA)
+        out = torch.empty(len(x), n, dtype=BF16, device=CUDA)
+
+        def time_of(backend: str) -> float:
+            call = lambda: gmm.grouped_mm(x, w.mT, offs, trans_b=True, out=out, backend=backend)  # noqa: B023, E731
+            return do_bench(call, return_mode="median")
+
+        chosen, triton = time_of("auto"), time_of("triton")
+        assert chosen <= 1.1 * triton, f"{len(counts)} x {counts[0]}: {chosen:.3f} ms, triton {triton:.3f} ms"
+
+
 @modes
 @pytest.mark.parametrize("dtype", (BF16, FP16, FP32))
 def test_triton_takes_all(mode: str, dtype: torch.dtype) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import cases
 import pytest
 import torch
-from cases import DGRAD, FORWARD, LAYOUTS, WGRAD, Group, Layout
+from cases import DGRAD, FORWARD, KERNELS, LAYOUTS, WGRAD, Group, Layout
 from check import make_call, run, same_bits
 
 import gmm
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CUDA = torch.device("cuda")
-HEADERS = (Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90").glob("*/heuristics.h")
-KERNELS = sorted(name for header in HEADERS for name in re.findall(r'"(sm90_\w+)"', header.read_text()))
 
 kernels = pytest.mark.parametrize("kernel", KERNELS)
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

@@ -46,7 +46,7 @@ def test_no_rows_at_all(target: Target, layout: Layout) -> None:
 
 @accumulate
 @pytest.mark.parametrize("empty", ([], [7], [0, 10, 11, 19]), ids=("none", "one", "several"))
-def test_wgrad_ragged_into_fp32(target: Target, empty: list[int], accumulate: bool) -> None:
+def test_wgrad_ragged_into_fp32_rows_2_13(target: Target, empty: list[int], accumulate: bool) -> None:
     tokens = [0 if i in empty else t for i, t in enumerate(cases.WGRAD_TOKENS)]
     outer, inner = (2048, 512) if target.device.type == "cuda" else (64, 16)
     call = make_call(
@@ -67,7 +67,7 @@ def test_groups_that_all_differ(target: Target, groups: list[Group], layout: Lay
 
 @accumulate
 @layouts
-def test_zero_work(target: Target, layout: Layout, accumulate: bool) -> None:
+def test_zero_work_row_4(target: Target, layout: Layout, accumulate: bool) -> None:
     call = make_call(cases.ragged([0] * 4, 512, 256, layout), layout, BF16, target.device, accumulate=accumulate)
     before = [d.clone() for d in call.d]
     for d, old in zip(run(call, target.backend), before, strict=True):
@@ -80,7 +80,7 @@ def test_zero_work(target: Target, layout: Layout, accumulate: bool) -> None:
 @halves
 @accumulate
 @layouts
-def test_edge_rows(target: Target, layout: Layout, accumulate: bool, dtype: torch.dtype) -> None:
+def test_edge_rows_row_29(target: Target, layout: Layout, accumulate: bool, dtype: torch.dtype) -> None:
     for outer, inner in ((64, 128), (200, 24)):
         groups = cases.ragged(cases.EDGE_ROWS, outer, inner, layout)
         for d_dtype in (dtype, FP32):
@@ -96,7 +96,7 @@ def test_edge_rows_fp32(target: Target, layout: Layout) -> None:
 @accumulate
 @layouts
 @pytest.mark.parametrize("ks", (cases.EDGE_K_ALIGNED, cases.EDGE_K), ids=("aligned", "any"))
-def test_edge_k(target: Target, layout: Layout, ks: list[int], accumulate: bool) -> None:
+def test_edge_k_row_11(target: Target, layout: Layout, ks: list[int], accumulate: bool) -> None:
     for d_dtype in (BF16, FP32):
         groups = [Group(m, 136, k) for k in ks for m in (8, 120)]
         run(make_call(groups, layout, BF16, target.device, d_dtype=d_dtype, accumulate=accumulate), target.backend)
@@ -113,7 +113,7 @@ def test_edge_n(target: Target, layout: Layout, ns: list[int], accumulate: bool)
 
 @layouts
 @pytest.mark.parametrize("splits", cases.EDGE_SPLITS.values(), ids=cases.EDGE_SPLITS)
-def test_empty_groups(target: Target, splits: list[int], layout: Layout) -> None:
+def test_empty_groups_row_5(target: Target, splits: list[int], layout: Layout) -> None:
     groups = cases.ragged(splits, 96, 64, layout)
     for accumulate, d_dtype in product((False, True), (BF16, FP32)):
         call = make_call(groups, layout, BF16, target.device, d_dtype=d_dtype, accumulate=accumulate)
@@ -167,7 +167,7 @@ def test_slices_of_one_buffer(target: Target, layout: Layout, dtype: torch.dtype
         run(call, target.backend)
 
 
-def test_sixteen_thousand_tokens(auto_target: Target) -> None:
+def test_sixteen_thousand_tokens_row_18(auto_target: Target) -> None:
     """A token count that no tile divides."""
     cuda = auto_target.device.type == "cuda"
     tokens = cases.random_splits(16333, 8)
@@ -244,7 +244,7 @@ def test_strided_bias(target: Target) -> None:
 
 @halves
 @layouts
-def test_fp32_d_keeps_what_16_bits_lose(target: Target, layout: Layout, dtype: torch.dtype) -> None:
+def test_fp32_d_keeps_what_16_bits_lose_row_33(target: Target, layout: Layout, dtype: torch.dtype) -> None:
     """main_grad in fp32: the sum of many small steps, each below the spacing of 16-bit numbers at the sum."""
     groups = cases.ragged([72, 128], 64, 96, layout)
     call = make_call(groups, layout, dtype, target.device, d_dtype=FP32, accumulate=True)
@@ -306,7 +306,7 @@ def test_one_weight_for_every_group(target: Target) -> None:
 
 
 @pytest.mark.parametrize("sm_margin", (1, 16, 100))
-def test_sm_margin(target: Target, sm_margin: int) -> None:
+def test_sm_margin_row_9(target: Target, sm_margin: int) -> None:
     for layout in (FORWARD, WGRAD):
         groups = cases.ragged([300, 8, 0, 700], 512, 256, layout)
         run(make_call(groups, layout, BF16, target.device), target.backend, sm_margin=sm_margin)
@@ -331,7 +331,7 @@ def test_fp32_is_ieee_unless_torch_allows_tf32(target: Target) -> None:
 
 
 @layouts
-def test_repeated_calls_give_equal_bits(target: Target, layout: Layout) -> None:
+def test_repeated_calls_give_equal_bits_row_32(target: Target, layout: Layout) -> None:
     groups = cases.ragged([304, 0, 24, 8, 520, 64], 256, 136, layout)
     for dtype in target.dtypes:
         call = make_call(groups, layout, dtype, target.device)

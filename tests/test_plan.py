@@ -73,7 +73,7 @@ def misplaced(operand: str, group: int, what: str) -> Callable[[Any], None]:
 @pytest.mark.parametrize("what", ("address", "leading dimension"))
 @pytest.mark.parametrize("operand", ("a", "b", "d"))
 @layouts
-def test_alignment(layout: Layout, operand: str, what: str) -> None:
+def test_alignment_row_10(layout: Layout, operand: str, what: str) -> None:
     """One misplaced tensor sends the call to cuBLAS, and the reason names it."""
     for d_dtype in (BF16, FP32):
         call = make_call([Group(64, 128, 72)] * 3, layout, BF16, CPU, d_dtype=d_dtype)

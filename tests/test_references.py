@@ -1,4 +1,4 @@
-"""What a call holds on to when it is over: nothing. References are let go of under Python's lock, in several threads."""
+"""What a call holds on to when it is over: nothing. References go under Python's lock, also in several threads."""
 
 from __future__ import annotations
 

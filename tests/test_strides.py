@@ -83,7 +83,7 @@ def test_column_major_d_leaves_its_surroundings(target: Target, dtype: torch.dty
 
 
 @halves
-def test_leading_dimension_1025(target: Target, dtype: torch.dtype) -> None:
+def test_leading_dimension_1025_row_15(target: Target, dtype: torch.dtype) -> None:
     """x[8, 1025] and w[4, 512, 1025] transposed: strides that a peer accepted and computed wrongly."""
     gen = seeded(target.device)
     x = randn((8, 1025), dtype, target.device, gen)
@@ -94,7 +94,7 @@ def test_leading_dimension_1025(target: Target, dtype: torch.dtype) -> None:
     run(add_outputs(call, dtype), target.backend)
 
 
-def test_misaligned_d(target: Target) -> None:
+def test_misaligned_d_rows_10_16(target: Target) -> None:
     """A d at an odd address, with odd strides, and with N = 1 to 9: right values, whatever runs."""
     for n, offset in ((72, 1), (72, 4), (1, 0), (7, 0), (9, 3)):
         call = make_call([Group(40, n, 64), Group(16, n, 24)], FORWARD, BF16, target.device)
@@ -181,7 +181,7 @@ def test_row_stride_of_2_31(target: Target) -> None:
 
 @pytest.mark.memory(24)
 @pytest.mark.parametrize("target", GPU[:2] + GPU[3:])
-def test_expert_offsets_beyond_2_31(target: Target) -> None:
+def test_expert_offsets_beyond_2_31_row_19(target: Target) -> None:
     """64 experts of 4096 x 14336 in one buffer of 3.8e9 elements."""
     w = torch.zeros(64, 4096, 14336, dtype=BF16, device="cuda")
     w[-1] = torch.randn(4096, 14336, device="cuda")

@@ -121,7 +121,7 @@ def test_grads(auto_target: Target, layout: Layout, bias: bool) -> None:
 
 
 @layouts
-def test_grads_of_any_strides(auto_target: Target, layout: Layout) -> None:
+def test_grads_of_any_strides_row_27(auto_target: Target, layout: Layout) -> None:
     """out.sum() gives a gradient of stride 0; a transposed consumer a column-major one; slices odd addresses."""
 
     def transposed(y: torch.Tensor) -> torch.Tensor:
@@ -169,7 +169,7 @@ def test_only_the_grads_that_are_needed(auto_target: Target) -> None:
 
 
 @pytest.mark.parametrize("tokens", ([0, 0, 0], [0, 24, 0]), ids=("all_empty", "some_empty"))
-def test_empty_groups_keep_the_graph_and_give_zero_grads(auto_target: Target, tokens: list[int]) -> None:
+def test_empty_groups_keep_the_graph_and_give_zero_grads_row_3(auto_target: Target, tokens: list[int]) -> None:
     x = torch.randn(sum(tokens), 16, device=auto_target.device, requires_grad=True)
     weights = [torch.randn(40, 16, device=auto_target.device, requires_grad=True) for _ in tokens]
     out = torch.cat(gmm.multi_tensor_gemm(x.split(tokens), weights, trans_b=True))
@@ -314,7 +314,7 @@ def test_compiled_with_dynamic_tokens(auto_target: Target, compiled: Callable[..
                 assert torch.allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
-def test_compiled_zero_contraction(auto_target: Target, compiled: Callable[..., Any]) -> None:
+def test_compiled_zero_contraction_row_17(auto_target: Target, compiled: Callable[..., Any]) -> None:
     def f(a: Tensors, b: Tensors) -> Tensors:
         return gmm.multi_tensor_gemm(a, b)
 

@@ -20,8 +20,8 @@
 namespace gmm {
 namespace {
 
-thread_local std::string last_error;
-thread_local std::string last_backend;
+thread_local char last_error[1024] = "";  // fixed: to report that memory is gone takes none
+thread_local char last_backend[128] = "";
 
 // Runs `body`, turning exceptions into a status and the thread's error text.
 template <typename Body>
@@ -30,12 +30,12 @@ gmm_status guarded(Body &&body) noexcept {
     body();
     return GMM_SUCCESS;
   } catch (const Error &error) {
-    last_error = error.what();
+    std::snprintf(last_error, sizeof last_error, "%s", error.what());
     return error.status;
   } catch (const std::exception &error) {
-    last_error = std::string("internal error: ") + error.what();
+    std::snprintf(last_error, sizeof last_error, "internal error: %s", error.what());
   } catch (...) {
-    last_error = "internal error of unknown type";
+    std::snprintf(last_error, sizeof last_error, "internal error of unknown type");
   }
   return GMM_ERROR_INTERNAL;
 }
@@ -117,7 +117,7 @@ void run(const gmm_args &args, void *workspace, size_t workspace_bytes, cudaStre
     else
       sm90::pointer_array::run(args, plan, workspace, device.sm_count - args.sm_margin, stream);
   }
-  last_backend.assign(backend_name(plan.backend)).append(": ").append(kernel_name(plan));
+  std::snprintf(last_backend, sizeof last_backend, "%s: %s", backend_name(plan.backend), kernel_name(plan).c_str());
 }
 
 #else
@@ -160,11 +160,13 @@ gmm_status gmm_multi_tensor_gemm(const gmm_args *args, void *workspace, size_t w
   });
 }
 
-const char *gmm_last_error(void) { return gmm::last_error.c_str(); }
+const char *gmm_last_error(void) { return gmm::last_error; }
 
-const char *gmm_last_backend(void) { return gmm::last_backend.c_str(); }
+const char *gmm_last_backend(void) { return gmm::last_backend; }
 
-void gmm_set_last_backend(const char *text) { gmm::last_backend.assign(text ? text : ""); }
+void gmm_set_last_backend(const char *text) {
+  std::snprintf(gmm::last_backend, sizeof gmm::last_backend, "%s", text ? text : "");
+}
 
 const char *gmm_version(void) { return GMM_VERSION; }
 

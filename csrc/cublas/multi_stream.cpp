@@ -5,21 +5,35 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "core/error.h"
 #include "core/groups.h"
 #include "cublas/heuristics.h"
 
-#define GMM_CUBLAS_CHECK(call)                                                                           \
-  do {                                                                                                   \
-    cublasStatus_t gmm_status_ = (call);                                                                 \
-    if (gmm_status_ != CUBLAS_STATUS_SUCCESS)                                                            \
-      throw Error(GMM_ERROR_CUBLAS, format("%s failed: %s", #call, cublasGetStatusString(gmm_status_))); \
+#define GMM_CUBLAS_CHECK(call)                                                                                   \
+  do {                                                                                                           \
+    cublasStatus_t gmm_status_ = (call);                                                                         \
+    if (gmm_status_ != CUBLAS_STATUS_SUCCESS)                                                                    \
+      throw Error(GMM_ERROR_CUBLAS,                                                                              \
+                  format("%s failed: %s%s", #call, cublasGetStatusString(gmm_status_), device_error().c_str())); \
   } while (0)
 
 namespace gmm::cublas {
 namespace {
+
+// For the text of a failure: the CUDA error that the device is in, of which cuBLAS says nothing. "" without one.
+std::string device_error() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // the question must not break a capture
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  size_t free, total;
+  const cudaError_t error = cudaMemGetInfo(&free, &total);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  if (error == cudaSuccess) return "";
+  return format(". The device reports %s (%s), which may come from earlier work on it", cudaGetErrorString(error),
+                cudaGetErrorName(error));
+}
 
 // One stream of a fork. The first lane of a set works on the caller's stream and leaves its own unused.
 struct Lane {

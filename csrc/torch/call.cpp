@@ -82,8 +82,12 @@ torch::stable::Tensor empty_contiguous(int64_t dim, const int64_t *sizes, int32_
     stride *= sizes[i] > 1 ? sizes[i] : 1;
   }
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(
-      aoti_torch_empty_strided(dim, sizes, strides, dtype, device.device_type, device.device_index, &handle));
+  try {
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(dim, sizes, strides, dtype, device.device_type, device.device_index, &handle));
+  } catch (const std::exception &error) {  // of torch's own words, "CUDA out of memory", nothing is left before 2.13
+    fail("no memory for %lld elements on %s (%s)", (long long)stride, device_name(device).c_str(), error.what());
+  }
   return torch::stable::Tensor(handle);
 }
 

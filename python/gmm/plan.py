@@ -134,10 +134,11 @@ def as_tensor(x: Operand, dtype: torch.dtype, device: torch.device | str = "meta
 
 
 def cuda_ordinal(device: torch.device) -> int | None:
-    """The CUDA device that a call on `device` runs on."""
+    """The CUDA device that a call on `device` runs on. After a fork CUDA has none for the child."""
     if device.type == "cuda":
         return device.index
-    return torch.cuda.current_device() if device.type == "meta" and torch.cuda.is_available() else None
+    available = device.type == "meta" and torch.cuda.is_available() and not torch.cuda._is_in_bad_fork()
+    return torch.cuda.current_device() if available else None
 
 
 def stored(x: Tensor) -> tuple[int, int, int, int, int]:

@@ -141,6 +141,10 @@ static void test_choice(void) {
   CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
   CHECK(result.launches == 0);
 
+  forward(&call); /* sizes that lead beyond the end of memory */
+  call.a[0].data = call.d[0].data = (void *)(UINTPTR_MAX - 15);
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
+
   forward(&call); /* an empty group needs no memory */
   call.a[2] = matrix(0, 2048, 0);
   call.d[2] = matrix(0, 768, 0);
@@ -195,6 +199,9 @@ static void test_ragged(void) {
     ragged(&call, form);
     call.args.stride_b = call.args.stride_d = -1;
     INVALID(&call, form == GMM_RAGGED_M ? "stride_b" : "stride_d", "-1");
+    ragged(&call, form); /* in bytes it would overflow */
+    call.args.stride_b = call.args.stride_d = INT64_MAX - 7;
+    CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "2^39"));
     ragged(&call, form);
     call.b[0] = matrix(call.b[0].rows + 8, call.b[0].cols, call.b[0].column_major);
     INVALID(&call, "b[0]", "rows");

@@ -29,11 +29,16 @@
 #define GMM_API __attribute__((visibility("default")))
 #endif
 
+/* Enums have 32 bits; in C++ the type says so, since there a value that is none of the names would else be undefined
+ * behaviour, not an error. */
 #ifdef __cplusplus
+#define GMM_INT32 : int32_t
 extern "C" {
+#else
+#define GMM_INT32
 #endif
 
-typedef enum gmm_status {
+typedef enum gmm_status GMM_INT32 {
   GMM_SUCCESS = 0,
   GMM_ERROR_INVALID_ARGUMENT = 1, /* the call contradicts itself; the text names argument, group, expected, got */
   GMM_ERROR_UNSUPPORTED = 2,      /* a valid call that the backend asked for, or this build, cannot take */
@@ -42,9 +47,9 @@ typedef enum gmm_status {
   GMM_ERROR_INTERNAL = 5          /* a defect of this library */
 } gmm_status;
 
-typedef enum gmm_dtype { GMM_BF16 = 0, GMM_FP16 = 1, GMM_FP32 = 2 } gmm_dtype;
+typedef enum gmm_dtype GMM_INT32 { GMM_BF16 = 0, GMM_FP16 = 1, GMM_FP32 = 2 } gmm_dtype;
 
-typedef enum gmm_backend {
+typedef enum gmm_backend GMM_INT32 {
   GMM_BACKEND_AUTO = 0,    /* the library chooses */
   GMM_BACKEND_CUTLASS = 1, /* grouped kernels, few launches for all groups; sm90 */
   GMM_BACKEND_CUBLAS = 2   /* one cuBLAS call a group, spread over several streams; any GPU */
@@ -54,7 +59,7 @@ typedef enum gmm_backend {
 /* What a call's a, b and d are. In the ragged forms each is ONE gmm_matrix; group g is a slice between offs[g - 1]
  * (0 for the first) and offs[g] along the ragged dimension, and operands without that dimension are a batch: group g's
  * matrix lies g * stride_? elements after the one given. */
-typedef enum gmm_form {
+typedef enum gmm_form GMM_INT32 {
   GMM_LIST = 0,     /* arrays of num_groups matrices */
   GMM_RAGGED_M = 1, /* a: T x K, its rows are cut;  b: K x N, batch (stride_b);  d: T x N, its rows are cut. Rows of d
                      * at and after offs[num_groups - 1] become zero (untouched when accumulating) */
@@ -179,6 +184,7 @@ GMM_API const char *gmm_version(void);
  * archs, compiler. */
 GMM_API const char *gmm_build_info(void);
 
+#undef GMM_INT32
 #ifdef __cplusplus
 }
 #endif

@@ -46,7 +46,7 @@ def run(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, out: Ten
         core.set_last_backend("reference: no products")
     elif name == "triton":
         for text, x in (("a", a), ("b", b), ("offs", offs)):
-            if x is not None and x.data_ptr() == 0:  # freed by untyped_storage().resize_(0)
+            if x is not None and x.numel() and x.data_ptr() == 0:  # freed by untyped_storage().resize_(0)
                 raise RuntimeError(f"{text}: expected memory for shape {list(x.shape)}, its storage is empty")
         plan = run_triton(a, b, offs, out, bias, options.accumulate, options.allow_tf32)
         core.set_last_backend(f"triton: {kernel_name(plan.config)}")

@@ -45,6 +45,7 @@ struct Config {
   // asked for: the branch alone would cost other calls up to 5 %. fp32 with tokens in rows needs neither: the L2 adds.
   static constexpr bool kLoadsD = Accumulates && TokensInK && std::is_same_v<Out, float>;
   static constexpr bool kAdds16 = Accumulates && !std::is_same_v<Out, float>;
+  static constexpr bool kAddsInL2 = std::is_same_v<Out, float> && (Accumulates || !TokensInK);  // TMA reductions
 
   using DChunk = Chunk<sizeof(Out), TokensInK>;
 
@@ -74,6 +75,7 @@ struct alignas(16) Tile {
   int shares_q;         // the CTAs of the cluster have the same q (else the same p)
 
   CUTLASS_DEVICE int k_blocks() const { return (k_end - k + kBlockK - 1) / kBlockK; }
+  CUTLASS_DEVICE bool is_wide() const { return q_end - q > 128; }  // tokens in K: 192 columns, not 128
 };
 
 constexpr int kTileRing = 2;

@@ -1,8 +1,9 @@
 // The number of the next tile, shared by the clusters of one launch.
 //
 // It lies in the call's workspace, which nobody has cleared: what is there may be anything, and a launch that cleared
-// it would be a second one. So the first cluster to ask opens the counter under a tag that no other launch has ever
-// had, and the last to ask closes it, for replays of a CUDA graph come with the same tag. Calls share nothing.
+// it would be a second one. So the first cluster opens it under a tag that no other launch has ever had, and counts
+// from what it finds; the last to ask closes it, for replays of a CUDA graph come with the same tag. Calls share
+// nothing.
 #pragma once
 
 #include <cutlass/cutlass.h>
@@ -11,11 +12,21 @@
 
 namespace gmm::sm90::descriptor_array {
 
+// The tag, and below the high half of it the number that the count began with.
 struct Word {
   uint64_t low, high;
 
   CUTLASS_DEVICE bool operator==(const Word &other) const { return low == other.low && high == other.high; }
 };
+
+CUTLASS_DEVICE Word load(const uint64_t *at) {
+  Word seen;
+  asm volatile("{\n.reg .b128 seen;\nld.acquire.gpu.global.b128 seen, [%2];\nmov.b128 {%0, %1}, seen;\n}\n"
+               : "=l"(seen.low), "=l"(seen.high)
+               : "l"(at)
+               : "memory");
+  return seen;
+}
 
 CUTLASS_DEVICE Word compare_and_swap(uint64_t *at, const Word &expected, const Word &desired) {
   Word seen;
@@ -30,37 +41,38 @@ CUTLASS_DEVICE Word compare_and_swap(uint64_t *at, const Word &expected, const W
   return seen;
 }
 
+// For one thread of a cluster.
 class Counter {
  public:
-  // By one thread; after the wait for the kernels before, which may have used the memory.
   CUTLASS_DEVICE explicit Counter(const TileCounter &counter) : counter_(counter) {}
 
-  CUTLASS_DEVICE void open() const {
-    for (Word seen{0, 0};;) {
-      if (seen == word(kOpen)) return;
-      const bool opening = seen == word(kOpening);  // by another cluster, which is about to set the number to zero
-      const Word before = compare_and_swap(counter_.workspace, seen, opening ? seen : word(kOpening));
-      if (!opening && before == seen) {
-        atomicExch(next(), 0u);
-        __threadfence();
-        compare_and_swap(counter_.workspace, word(kOpening), word(kOpen));
-        return;
-      }
-      seen = before;
+  // After the wait for the kernels before, which may have used the memory. The first cluster opens the counter, the
+  // others wait for it: if all tried, the last would get through after 6 us (H200). But they do not count on it to run
+  // at all before they end.
+  CUTLASS_DEVICE void open(bool first) {
+    constexpr int kPatience = 100;  // about 100 us
+    Word seen = load(counter_.workspace);
+    for (int i = 0; !first && !is_open(seen) && i < kPatience; ++i) seen = load(counter_.workspace);
+    while (!is_open(seen)) {
+      const Word opened{counter_.tag, uint64_t(counter_.tag_high) << 32 | __ldcg(next())};
+      const Word before = compare_and_swap(counter_.workspace, seen, opened);
+      seen = before == seen ? opened : before;
     }
+    first_ = uint32_t(seen.high);
   }
 
-  CUTLASS_DEVICE int take() const { return int(atomicAdd(next(), 1u)); }
+  CUTLASS_DEVICE int take() const { return int(atomicAdd(next(), 1u) - first_); }
 
-  CUTLASS_DEVICE void close() const { compare_and_swap(counter_.workspace, word(kOpen), {0, 0}); }
+  CUTLASS_DEVICE void close() const { counter_.workspace[0] = 0; }
 
  private:
-  enum State : uint64_t { kOpening = 1, kOpen = 2 };
-
-  CUTLASS_DEVICE Word word(State state) const { return {counter_.tag[0] | state, counter_.tag[1]}; }
+  CUTLASS_DEVICE bool is_open(const Word &word) const {
+    return word.low == counter_.tag && word.high >> 32 == counter_.tag_high;
+  }
   CUTLASS_DEVICE unsigned *next() const { return reinterpret_cast<unsigned *>(counter_.workspace + 2); }
 
   const TileCounter &counter_;
+  uint32_t first_ = 0;
 };
 
 }  // namespace gmm::sm90::descriptor_array

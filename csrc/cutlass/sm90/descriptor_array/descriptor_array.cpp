@@ -14,12 +14,9 @@ namespace {
 
 // A tag that no launch has had, in this process or another.
 TileCounter new_counter(void *workspace) {
-  static const uint64_t process = [] {
-    std::random_device random;
-    return uint64_t(random()) << 32 | random();
-  }();
-  static std::atomic<uint64_t> launches{1};
-  return {static_cast<uint64_t *>(workspace), {launches.fetch_add(1) << 2, process}};
+  static const uint32_t process = std::random_device()();
+  static std::atomic<uint64_t> launches{uint64_t(std::random_device()()) << 32 | 1};
+  return {static_cast<uint64_t *>(workspace), launches.fetch_add(1), process};
 }
 
 // What every launch of a call shares.
@@ -28,7 +25,7 @@ struct Launch {
   const Kernel &kernel;
   Encoder encoder;
   void *workspace;
-  int tile_rows, sm_count;
+  int tile_q, sm_count;
   cudaStream_t stream;
 
   bool tokens_in_k() const { return &kernel == &k128x192; }
@@ -36,7 +33,7 @@ struct Launch {
   template <class Params>
   void operator()(bool b_column_major, Params &params) const {
     params.counter = new_counter(workspace);
-    params.tile_rows = tile_rows;
+    params.tile_q = tile_q;
     params.accumulate = args.accumulate;
     params.add_in_l2 = kAddInL2;
     const bool d_fp32 = args.d_dtype == GMM_FP32;
@@ -135,7 +132,7 @@ class Batch {
   void order_shapes() {
     const auto time = [&](const GroupShape &shape) {
       if (launch_.tokens_in_k()) return shape.k;
-      const int m_tiles = (shape.m + launch_.tile_rows - 1) / launch_.tile_rows;
+      const int m_tiles = (shape.m + launch_.tile_q - 1) / launch_.tile_q;
       return (shape.m + m_tiles - 1) / m_tiles;
     };
     uint64_t order[kLarge.groups];  // time and index: sorts as one number, equal times in the caller's order
@@ -159,12 +156,12 @@ class Batch {
   // other.
   int64_t cluster_tiles(const GroupShape &shape) const {
     const Kernel &kernel = launch_.kernel;
-    const int64_t m_tiles = (shape.m + launch_.tile_rows - 1) / launch_.tile_rows;
-    const int64_t n_tiles = (shape.n + kernel.tile_n - 1) / kernel.tile_n;
+    const auto tiles = [](int64_t size, int tile) { return (size + tile - 1) / tile; };
+    const bool in_k = launch_.tokens_in_k();
+    const int64_t p_tiles = in_k ? tiles(shape.m, kernel.tile_m) : tiles(shape.n, kernel.tile_n);
+    const int64_t q_tiles = in_k ? tiles(shape.n, launch_.tile_q) : tiles(shape.m, launch_.tile_q);
     const int cluster = kernel.cluster_m * kernel.cluster_n;
-    const int64_t p_tiles = launch_.tokens_in_k() ? m_tiles : n_tiles,
-                  q_tiles = launch_.tokens_in_k() ? n_tiles : m_tiles;
-    return q_tiles * (p_tiles / cluster) + (p_tiles % cluster ? (q_tiles + cluster - 1) / cluster : 0);
+    return q_tiles * (p_tiles / cluster) + tiles(p_tiles % cluster * q_tiles, cluster);
   }
 
   const Launch &launch_;
@@ -218,12 +215,11 @@ void run_ragged(const Launch &launch) {
 
 void run(const gmm_args &args, const Plan &plan, void *workspace, int sm_count, cudaStream_t stream) {
   const Kernel &kernel = *plan.kernel;
-  const bool cuts_rows = args.form == GMM_LIST && &kernel != &k128x192;
   const Launch launch{args,
                       kernel,
                       Encoder(args.ab_dtype, args.d_dtype),
                       workspace,
-                      cuts_rows ? choose_tile_rows(args, kernel, sm_count) : kernel.tile_m,
+                      args.form == GMM_LIST ? choose_tile_q(args, kernel, sm_count) : 0,
                       sm_count,
                       stream};
   args.form == GMM_LIST ? run_list(launch) : run_ragged(launch);

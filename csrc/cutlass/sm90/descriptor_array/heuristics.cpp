@@ -1,6 +1,7 @@
 #include "cutlass/sm90/descriptor_array/heuristics.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 
 #include "core/groups.h"
@@ -58,8 +59,8 @@ bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
     if (!args.b[i].column_major != !first_b->column_major) return refuse(why, "b[%d]: another layout than before", i);
     tiles += int64_t(ceil_div(args.d[i].rows, 16)) * ceil_div(args.d[i].cols, 64);
     rows += args.d[i].rows;
+    if (tiles >= INT32_MAX || rows >= INT32_MAX) return refuse(why, "more tiles or rows than 32 bits count");
   }
-  if (tiles >= INT32_MAX || rows >= INT32_MAX) return refuse(why, "more tiles or rows than 32 bits count");
   if (first_b && args.bias && tokens_in_k(*first_a, *first_b)) return refuse(why, "bias with a transposed a");
   launches = count_launches(args);
   if (launches.count > kMaxLaunches) return refuse(why, "%d groups need %d launches", args.num_groups, launches.count);
@@ -76,7 +77,7 @@ bool accepts_ragged(const gmm_args &args, std::string *why) {
   if (args.bias && args.a[0].cols == 0) return refuse(why, "bias without a product, as K = 0");
   const int64_t batch_stride = in_k ? args.stride_d : args.stride_b;
   const int bytes = in_k ? bytes_of(args.d_dtype) : 2;
-  if (batch_stride * bytes % 16 != 0 || batch_stride >= (int64_t(1) << 39) / bytes)
+  if (batch_stride % (16 / bytes) != 0 || batch_stride >= (int64_t(1) << 39) / bytes)
     return refuse(why, "%s: expected matrices a multiple of 16 bytes and less than 2^39 apart, got %lld elements",
                   in_k ? "d" : "b", (long long)batch_stride);
   // In floating point: the product of three 32-bit numbers overflows 64 bits.
@@ -92,6 +93,19 @@ bool first_is_column_major(const gmm_args &args) {
   return false;
 }
 
+// As the ragged kernel does, see schedule.cuh.
+int choose_tile_columns(const gmm_args &args, const Kernel &kernel, int clusters) {
+  double wide = 0, narrow = 0;  // tiles of a cluster
+  for (int i = 0; i < args.num_groups; ++i) {
+    if (!has_product(args, i)) continue;
+    const double m_tiles = ceil_div(args.d[i].rows, kernel.tile_m * kernel.cluster_m);
+    wide += m_tiles * ceil_div(args.d[i].cols, 192);
+    narrow += m_tiles * ceil_div(args.d[i].cols, 128);
+  }
+  const bool spreads = std::ceil(narrow / clusters) * 160 < std::ceil(wide / clusters) * (192 + 32);
+  return wide <= 4 * clusters && spreads ? 128 : 192;
+}
+
 }  // namespace
 
 bool accepts(const gmm_args &args, Launches &launches, std::string *why) {
@@ -101,9 +115,10 @@ bool accepts(const gmm_args &args, Launches &launches, std::string *why) {
 }
 
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes) {
+  // Unsigned, as a caller's address and sizes may lead beyond the end of memory.
+  const auto address = [](const gmm_matrix &m) { return reinterpret_cast<uintptr_t>(m.data); };
   return next.ld == previous.ld && next.cols == previous.cols &&
-         static_cast<char *>(next.data) ==
-             static_cast<char *>(previous.data) + previous.rows * previous.ld * element_bytes;
+         address(next) - address(previous) == uintptr_t(previous.rows) * previous.ld * element_bytes;
 }
 
 const Kernel &choose(const gmm_args &args) {
@@ -124,7 +139,8 @@ bool takes(const Kernel &kernel, const gmm_args &args) {
   return &kernel != &k128x64 || !args.accumulate || args.d_dtype == GMM_FP32;
 }
 
-int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count) {
+int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count) {
+  if (&kernel == &k128x192) return choose_tile_columns(args, kernel, sm_count / kernel.cluster_m);
   if (kernel.cluster_n == 1) return kernel.tile_m;
   // As the ragged kernel does, see schedule.cuh.
   constexpr int kOverheadRows = 20;

@@ -59,9 +59,9 @@ const Kernel &choose(const gmm_args &args);
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes);
 
-// List form: rows of A that a tile of `kernel` takes at most, a multiple of 16. Groups are cut into equal tiles of at
-// most that. In the ragged form the kernel chooses.
-int choose_tile_rows(const gmm_args &args, const Kernel &kernel, int sm_count);
+// List form: extent of a tile of `kernel` along Q at most. Tokens in rows: rows of D, a multiple of 16, and groups are
+// cut into equal tiles of at most that. Tokens in K: columns of D. In the ragged forms the kernel chooses.
+int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count);
 
 // Tokens of a group from which on the L2 adds the product to D (TMA reduction), not the kernel. Measured with the
 // prototype alone, in TFLOP/s on an H200, fp32 D: 704 by the L2 and 670 by the kernel with large groups, 311 and 397

@@ -43,9 +43,9 @@ using Rows192x128 = Config<Element, Out, false, BColumnMajor, 128, 192, 5, 2, 3,
 template <class Element, class Out, bool BColumnMajor>
 using Rows128x64 = Config<Element, Out, false, BColumnMajor, 64, 128, 8, 1, 2>;
 template <class Element, class Out, bool Accumulates = false>
-using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, 2, 3, Accumulates>;
+using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, kTokensCluster, 3, Accumulates>;
 template <class Element>
-using TokensAdd128x192 = Config<Element, float, true, false, 128, 192, 4, 2, 8, true>;
+using TokensAdd128x192 = Config<Element, float, true, false, 128, 192, 4, kTokensCluster, 8, true>;
 
 // Which exist, heuristics.h says.
 template <class Element, class Out, class Params>

@@ -76,18 +76,19 @@ CUTLASS_DEVICE void load_weights(const Params &params, SharedStorage<C> &shared,
 
 // --------------------------------------------------------------------------------------------------- tokens in K
 
-// Extent columns of an operand from `at` on, in boxes of kBox tokens, a block of up to 64 tokens at a time. Rows at and
-// after k_end must come as zeros: the next group's tokens lie there. Where a map holds one group, it does that by
-// itself; else tail_map does.
+// `columns` of an operand from `at` on, in boxes of kBox tokens, a block of up to 64 tokens at a time, into stages of
+// Extent columns. Rows at and after k_end must come as zeros: the next group's tokens lie there. Where a map holds one
+// group, it does that by itself; else tail_map does.
 template <class C, bool kShared, int Extent, int kBox>
 CUTLASS_DEVICE void load_tokens(const CUtensorMap *map, const CUtensorMap *tail_map, SharedStorage<C> &shared,
-                                typename C::Element *stages, const Tile &tile, int at, int rank) {
-  constexpr int kBoxes = kBlockK / kBox;
+                                typename C::Element *stages, const Tile &tile, int at, int columns, int rank) {
+  constexpr int kBoxes = kBlockK / kBox, kEach = kShared ? 1 : kBoxes;
   static_assert(!kShared || C::Cluster == kBoxes);
-  fill_stages(shared, tile, bytes_of_lines<C>(Extent), [&](int stage, int k) {
+  fill_stages(shared, tile, bytes_of_lines<C>(columns), [&](int stage, int k) {
     const bool tail = tail_map && tile.k_end - k < kBlockK;
     CUTE_UNROLL
-    for (int i = 0; i < Extent / 64 * (kShared ? 1 : kBoxes); ++i) {
+    for (int i = 0; i < Extent / 64 * kEach; ++i) {
+      if (i / kEach * 64 >= columns) break;
       const int part = kShared ? i : i / kBoxes, box = kShared ? rank : i % kBoxes;
       typename C::Element *to = stages + stage * Extent * kBlockK + (part * kBlockK + box * kBox) * 64;
       const int x = at + part * 64, token = k + box * kBox;
@@ -106,7 +107,8 @@ template <class C, bool kShared, class Params>
 CUTLASS_DEVICE void load_tile_p(const Params &params, SharedStorage<C> &shared, const Tile &tile, int rank) {
   if constexpr (C::kTokensInK) {
     const CUtensorMap *tail = params.ragged.offs ? &params.maps[kMapTailA] : nullptr;
-    load_tokens<C, false, C::TileP, kBoxTokensA>(map_a(params, tile.group), tail, shared, shared.p, tile, tile.p, rank);
+    load_tokens<C, false, C::TileP, kBoxTokensA>(map_a(params, tile.group), tail, shared, shared.p, tile, tile.p,
+                                                 C::TileP, rank);
   } else {
     load_weights<C, kShared>(params, shared, tile, rank);
   }
@@ -117,7 +119,7 @@ CUTLASS_DEVICE void load_tile_q(const Params &params, SharedStorage<C> &shared, 
   if constexpr (C::kTokensInK) {
     const CUtensorMap *tail = params.ragged.offs ? &params.maps[kMapTailB] : nullptr;
     load_tokens<C, kShared, C::TileQ, kBoxTokensB>(map_b(params, tile.group), tail, shared, shared.q, tile, tile.q,
-                                                   rank);
+                                                   tile.is_wide() ? 192 : 128, rank);
   } else {
     load_rows<C, kShared>(params, shared, tile, rank);
   }
@@ -166,7 +168,7 @@ CUTLASS_DEVICE void load_d(const Params &params, SharedStorage<C> &shared) {
     for (int c = 0; c < kAll; ++c, ++it) {
       const int slot = it % C::Chunks;
       shared.d_empty[slot].wait((it / C::Chunks & 1) ^ 1);
-      if (!loads) {
+      if (!loads || c % kPerRow * kColumns >= tile.q_end - tile.q) {
         shared.d_full[slot].arrive();
         continue;
       }

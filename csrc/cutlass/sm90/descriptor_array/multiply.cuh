@@ -124,7 +124,10 @@ CUTLASS_DEVICE void consume(const Params &params, SharedStorage<C> &shared, int 
       __syncwarp();
       NamedBarrier::arrive(256, kStoreTurn + (warpgroup ^ 1));
     } else if constexpr (C::kTokensInK) {
-      compute_tile<C, C::TileQ>(params, shared, tile, warpgroup, pos);
+      if (tile.is_wide())
+        compute_tile<C, 192>(params, shared, tile, warpgroup, pos);
+      else
+        compute_tile<C, 128>(params, shared, tile, warpgroup, pos);
     } else {
       compute_rows<C>(params, shared, tile, warpgroup, pos, std::make_integer_sequence<int, C::TileQ / 16>{});
     }

@@ -14,10 +14,11 @@ namespace gmm::sm90::descriptor_array {
 // Boxes of one TMA copy, in elements: inner extent x lines. A box is 64 of K wide, one swizzle atom of 128 bytes; or,
 // where K is not the contiguous dimension, 64 of the other.
 inline constexpr int kBlockK = 64;
-inline constexpr int kBoxRowsA = 32;    // tokens: a tile loads as many boxes as its rows need
-inline constexpr int kBoxRowsB = 64;    // weights
-inline constexpr int kBoxTokensA = 64;  // tokens in K
-inline constexpr int kBoxTokensB = 32;  // half a block, so that two CTAs can load one each for both
+inline constexpr int kBoxRowsA = 32;                          // tokens: a tile loads as many boxes as its rows need
+inline constexpr int kBoxRowsB = 64;                          // weights
+inline constexpr int kBoxTokensA = 64;                        // tokens in K
+inline constexpr int kTokensCluster = k128x192.cluster_m;     // tokens in K
+inline constexpr int kBoxTokensB = kBlockK / kTokensCluster;  // so that each CTA of a cluster can load one for all
 
 // D leaves in chunks of 8 KB.
 template <int ElementBytes, bool TokensInK>
@@ -52,22 +53,24 @@ enum RaggedMap { kMapA, kMapB, kMapD, kMapTailA, kMapTailB, kRaggedMaps };
 // See counter.cuh.
 struct TileCounter {
   uint64_t *workspace;  // kWorkspaceBytes
-  uint64_t tag[2];      // no other launch's; the lowest two bits are zero
+  uint64_t tag;         // with tag_high no other launch's; not 0
+  uint32_t tag_high;
 };
 
 // Maps, by operand. Tokens in rows: A (K, rows); B (K, N, batch), or (N, K, batch) when it is row-major; D (N, rows,
-// rows + 1), see encode.h. Tokens in K: A (M, tokens), B (N, tokens), D (N, M, batch).
+// rows + 1), see encode.h. Tokens in K: A (M, tokens), B (N, tokens), D (N, M, batch). What the scheduler needs first
+// stands first: each line of constant memory is a miss of its own.
 template <int kMaps, int kGroups>
 struct ParamsOf {
-  CUtensorMap maps[kMaps];
-  GroupShape shapes[kGroups];
   RaggedGroups ragged;
   TileCounter counter;
   int groups;
-  int tile_rows;    // list form: rows of D of a tile at most, a multiple of 16
+  int tile_q;       // list form: extent of a tile along Q at most: rows of D; with tokens in K columns
   int equal_tiles;  // list form: all tiles take about the same time
   int accumulate;
   int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
+  CUtensorMap maps[kMaps];
+  GroupShape shapes[kGroups];
 };
 using SmallParams = ParamsOf<kSmall.maps, kSmall.groups>;
 using LargeParams = ParamsOf<kLarge.maps, kLarge.groups>;

@@ -14,6 +14,16 @@ namespace gmm::sm90::descriptor_array {
 constexpr int kBandTiles = 12;
 constexpr int kMaxSortedGroups = 1024;  // a pass over more would take longer than a tile
 
+// a / b, b > 0. The first tile waits for a chain of these: 6 instructions each, where `/` has 20.
+CUTLASS_DEVICE int divide(int a, int b) {
+  int quotient = int(__fdividef(float(a), float(b))), rest = a - quotient * b;
+  while (rest >= b) ++quotient, rest -= b;
+  while (rest < 0) --quotient, rest += b;
+  return quotient;
+}
+
+CUTLASS_DEVICE int ceil_divide(int a, int b) { return divide(a + b - 1, b); }
+
 // One group, and which of its tiles.
 struct Place {
   int group;
@@ -23,15 +33,28 @@ struct Place {
 
 template <class C>
 CUTLASS_DEVICE int cluster_tiles(int p_tiles, int q_tiles) {
-  if constexpr (C::Cluster == 1) return p_tiles * q_tiles;
-  return q_tiles * (p_tiles / C::Cluster) + (p_tiles % C::Cluster ? (q_tiles + C::Cluster - 1) / C::Cluster : 0);
+  return q_tiles * (p_tiles / C::Cluster) + (p_tiles % C::Cluster * q_tiles + C::Cluster - 1) / C::Cluster;
+}
+
+// Tiles along Q for `size` rows, or with tokens in K, columns.
+template <class C>
+CUTLASS_DEVICE int q_tiles_of(int size, int tile_q) {
+  return C::kTokensInK ? ceil_divide((size + 63) / 64, tile_q / 64) : ceil_divide(size, tile_q);
+}
+
+// Cuts `size` columns into tiles of 192 and then of 128: no column is computed in vain.
+CUTLASS_DEVICE void cut_columns(int size, int tiles, int index, int &begin, int &end) {
+  const int wide = max((size + 63) / 64 - 2 * tiles, 0);
+  const auto start = [&](int i) { return min((2 * i + min(i, wide)) * 64, size); };
+  begin = start(index);
+  end = index < tiles ? start(index + 1) : size;
 }
 
 // Cuts `size` rows into tiles as equal as units of 16 rows allow: full tiles and a short one would cost up to 6 %. The
 // longer ones come at other places in each group, because a CTA often meets the same place in every group.
 CUTLASS_DEVICE void cut_rows(int size, int tiles, int index, int group, int &begin, int &end) {
-  const int units = (size + 15) / 16, each = units / tiles, longer = units - each * tiles;
-  const int turn = group * longer % tiles;
+  const int units = (size + 15) / 16, each = divide(units, tiles), longer = units - each * tiles;
+  const int turned = group % 64 * longer, turn = turned - divide(turned, tiles) * tiles;
   const auto longer_before = [&](int place) {  // of the first `place` tiles, with the turn counted in
     return place < tiles ? min(place, longer) : longer + min(place - tiles, longer);
   };
@@ -41,21 +64,22 @@ CUTLASS_DEVICE void cut_rows(int size, int tiles, int index, int group, int &beg
 }
 
 template <class C>
-CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_rows, int rank) {
+CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q, int rank) {
   const int size = place.end - place.begin;
   const int p_tiles = ((C::kTokensInK ? m : n) + C::TileP - 1) / C::TileP;
-  const int q_tiles = C::kTokensInK ? (n + C::TileQ - 1) / C::TileQ : (size + tile_rows - 1) / tile_rows;
+  const int q_tiles = q_tiles_of<C>(C::kTokensInK ? n : size, tile_q);
   const int pairs = p_tiles / C::Cluster;  // p tiles are taken Cluster at a time
   int i = place.tile, p, q;
   Tile tile{};
   if (i < q_tiles * pairs) {
     // Bands of q: the tiles that run at the same time are about as high as wide, so that they share both operands in
     // L2.
-    const int bands = (q_tiles + kBandTiles - 1) / kBandTiles, band_tiles = (q_tiles + bands - 1) / bands;
-    const int band = i / (band_tiles * pairs), height = min(band_tiles, q_tiles - band * band_tiles);
+    const int bands = (q_tiles + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(q_tiles, bands);
+    const int band = divide(i, band_tiles * pairs), height = min(band_tiles, q_tiles - band * band_tiles);
     i -= band * band_tiles * pairs;
-    q = band * band_tiles + i % height;
-    p = i / height * C::Cluster + rank;
+    const int column = divide(i, height);
+    q = band * band_tiles + i - column * height;
+    p = column * C::Cluster + rank;
     tile.shares_q = 1;
   } else {  // a last p tile without a neighbour: the CTAs take two q tiles of it and share P
     q = (i - q_tiles * pairs) * C::Cluster + rank;
@@ -65,8 +89,7 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_r
   tile.p = p * C::TileP;
   tile.group = place.group;
   if constexpr (C::kTokensInK) {
-    tile.q = min(q * C::TileQ, n);
-    tile.q_end = min(tile.q + C::TileQ, n);
+    cut_columns(n, q_tiles, q, tile.q, tile.q_end);
     tile.k = place.begin;
     tile.k_end = place.end;
   } else {
@@ -96,7 +119,7 @@ class ListFinder {
       const GroupShape &shape = params_.shapes[group];
       const int begin = C::kTokensInK ? 0 : shape.row_d, size = C::kTokensInK ? shape.k : shape.m;
       const Place place{group, begin, begin + size, t - (group ? params_.shapes[group - 1].tiles_end : 0)};
-      tile = cut_tile<C>(place, shape.m, shape.n, shape.k, params_.tile_rows, rank);
+      tile = cut_tile<C>(place, shape.m, shape.n, shape.k, params_.tile_q, rank);
       return true;
     }
   }
@@ -112,41 +135,29 @@ class ListFinder {
   int window_ = 0;  // the first group to look at
 };
 
-// The ragged forms. A lane holds one of 32 groups. Tokens in rows: one more group, of the rows after the last end,
-// makes them zero.
+// The ragged forms. A lane holds one of a window of 32 groups; passes over the windows find out the extent of a tile,
+// the time of the longest tile, and then the tiles of each time. Tokens in rows: one more group, of the rows after the
+// last end, makes them zero. Whatever stands before the first tile delays every call, and an instruction that runs once
+// costs most in being fetched: so the code is short, and has one place for all passes.
 template <class C, class Params>
 class RaggedFinder {
  public:
   CUTLASS_DEVICE explicit RaggedFinder(const Params &params)
-      : params_(params), ragged_(params.ragged), groups_(params.groups + !C::kTokensInK) {
-    sorted_ = C::Cluster > 1 && params.groups <= kMaxSortedGroups;
-    tile_rows_ = C::kTokensInK || C::Cluster == 1 ? C::TileQ : choose_tile_rows();
-    if (!sorted_) time_ = 0;
-    load();
-  }
+      : params_(params),
+        ragged_(params.ragged),
+        groups_(params.groups + (!C::kTokensInK && !params.accumulate)),
+        sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups) {}
 
+  // Tile number `t`. Called by a whole warp, with rising t.
   CUTLASS_DEVICE bool find(int t, int rank, Tile &tile) {
-    while (t >= window_begin_ + window_tiles_) {
-      window_begin_ += window_tiles_;
-      window_ += 32;
-      if (window_ >= groups_) {
-        if (next_time_ < 0) {
-          window_tiles_ = 0;
-          return false;
-        }
-        time_ = next_time_;
-        next_time_ = -1;
-        window_ = 0;
-        last_end_ = 0;
-      }
-      load();
-    }
+    while (t >= window_begin_ + window_tiles_)
+      if (!next_window()) return false;
     const int in_window = t - window_begin_;
     const int lane = __ffs(__ballot_sync(~0u, tiles_end_ > in_window)) - 1;
     const Place place{window_ + lane, __shfl_sync(~0u, begin_, lane), __shfl_sync(~0u, end_, lane),
                       in_window - __shfl_sync(~0u, tiles_end_ - tiles_, lane)};
     const int k = place.group < params_.groups ? ragged_.k : 0;
-    tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, tile_rows_, rank);
+    tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, tile_q_, rank);
     return true;
   }
 
@@ -158,84 +169,138 @@ class RaggedFinder {
   CUTLASS_DEVICE bool equal() const { return !C::kTokensInK && shortest_ == longest_; }
 
  private:
+  enum Pass { kSurvey, kMeasure, kTake };
+
+  CUTLASS_DEVICE bool next_window() {
+    window_begin_ += window_tiles_;
+    window_tiles_ = 0;
+    window_ += 32;
+    if (window_ >= groups_) {
+      if (!next_pass()) return false;
+      window_ = last_end_ = 0;
+    }
+    if (groups_ > 32 || !have_ends_) load_ends();
+    have_ends_ = true;
+    if (pass_ == kSurvey)
+      survey();
+    else
+      count_tiles();
+    return true;
+  }
+
+  CUTLASS_DEVICE bool next_pass() {
+    if (pass_ == kSurvey) {
+      choose_tile();
+      pass_ = sorted_ ? kMeasure : kTake;
+    } else {
+      if (next_time_ < 0) return false;
+      if (pass_ == kMeasure) longest_ = next_time_;
+      pass_ = kTake;
+      time_ = next_time_;
+    }
+    next_time_ = -1;
+    return true;
+  }
+
   // The end of group g, and with tokens in rows, of the rows after all groups; not yet clamped to the ends before.
   CUTLASS_DEVICE int end_of(int g) const {
-    if (g >= params_.groups) return C::kTokensInK || g > params_.groups || params_.accumulate ? 0 : ragged_.total;
+    if (g >= params_.groups) return ragged_.total;
     const int64_t end = ragged_.offs_int64 ? __ldg(static_cast<const long long *>(ragged_.offs) + g)
                                            : __ldg(static_cast<const int *>(ragged_.offs) + g);
     return int(max(int64_t(0), min(end, int64_t(ragged_.total))));
   }
 
-  // Begin and end of the lane's group, in windows from the first on. Ends that decrease are raised to the greatest
-  // before.
-  CUTLASS_DEVICE void load_ends(int window) {
+  // Begin and end of the lane's group. Ends that decrease are raised to the greatest before.
+  CUTLASS_DEVICE void load_ends() {
     const int lane = threadIdx.x % 32;
-    int end = end_of(window + lane);
-    CUTE_UNROLL
-    for (int i = 1; i < 32; i *= 2) {
-      const int before = __shfl_up_sync(~0u, end, i);
-      if (lane >= i) end = max(end, before);
+    end_ = max(end_of(window_ + lane), last_end_);
+    int before = __shfl_up_sync(~0u, end_, 1);
+    if (__any_sync(~0u, lane > 0 && end_ < before)) {
+      CUTE_NO_UNROLL
+      for (int i = 1; i < 32; i *= 2) {
+        const int other = __shfl_up_sync(~0u, end_, i);
+        if (lane >= i) end_ = max(end_, other);
+      }
+      before = __shfl_up_sync(~0u, end_, 1);
     }
-    end_ = max(end, last_end_);
-    const int before = __shfl_up_sync(~0u, end_, 1);
     begin_ = lane ? before : last_end_;
     last_end_ = __shfl_sync(~0u, end_, 31);
   }
 
-  // The rows of a tile at most: minimises (rounds) x (mean time of a tile). A tile's time grows with its rows, plus
-  // about 20 rows' worth for filling the pipeline and the epilogue (measured on an H200).
-  CUTLASS_DEVICE int choose_tile_rows() {
-    constexpr int kMinRows = C::TileQ / 2, kChoices = (C::TileQ - kMinRows) / 16 + 1, kOverheadRows = 20;
-    int tiles[kChoices] = {}, rows = 0;
-    for (int window = 0; window < params_.groups; window += 32) {
-      load_ends(window);
-      const int size = window + int(threadIdx.x) % 32 < params_.groups ? end_ - begin_ : 0;
-      rows += (size + 15) / 16 * 16;
+  // Tokens in rows: a lane counts the row tiles of all groups for a choice of kMinRows + 16 * lane rows a tile. A last
+  // lane counts the rows, in units of 16.
+  static constexpr int kMinRows = C::TileQ / 2, kChoices = (C::TileQ - kMinRows) / 16 + 1, kOverheadRows = 20;
+
+  CUTLASS_DEVICE void survey() {
+    const int lane = threadIdx.x % 32, size = window_ + lane < params_.groups ? end_ - begin_ : 0;
+    if constexpr (C::kTokensInK) {
+      surveyed_ += __popc(__ballot_sync(~0u, size > 0));  // groups with tokens
+    } else if constexpr (C::Cluster > 1) {
       CUTE_UNROLL
-      for (int i = 0; i < kChoices; ++i) tiles[i] += (size + kMinRows + i * 16 - 1) / (kMinRows + i * 16);
+      for (int i = 0; i <= kChoices; ++i) {
+        const int rows = i < kChoices ? kMinRows + i * 16 : 16;
+        const int sum = __reduce_add_sync(~0u, (size + rows - 1) / rows);
+        if (lane == i) surveyed_ += sum;
+      }
     }
-    last_end_ = 0;
-    rows = __reduce_add_sync(~0u, rows);
-    const float rounds_a_row_tile = float((ragged_.n + C::TileP - 1) / C::TileP) / float(gridDim.x);
-    int best_rows = C::TileQ;
-    float best = 3e38f;
-    CUTE_UNROLL
-    for (int i = kChoices - 1; i >= 0; --i) {
-      const float row_tiles = float(__reduce_add_sync(~0u, tiles[i])), rounds = row_tiles * rounds_a_row_tile;
-      const float estimate = (float(rows) + row_tiles * kOverheadRows) * ceilf(rounds) / rounds;
-      if (estimate < best) best = estimate, best_rows = kMinRows + i * 16;
-    }
-    return best_rows;
+  }
+
+  CUTLASS_DEVICE void choose_tile() {
+    if constexpr (C::kTokensInK)
+      tile_q_ = choose_tile_columns();
+    else if constexpr (C::Cluster > 1)
+      tile_q_ = choose_tile_rows();
+  }
+
+  // Minimises (rounds) x (mean time of a tile). A tile's time grows with its rows, plus about 20 rows' worth for
+  // filling the pipeline and the epilogue (measured on an H200).
+  CUTLASS_DEVICE int choose_tile_rows() const {
+    const int lane = threadIdx.x % 32;
+    const float rows = float(__shfl_sync(~0u, surveyed_, kChoices)) * 16, row_tiles = float(surveyed_);
+    const float rounds = row_tiles * __fdividef(float((ragged_.n + C::TileP - 1) / C::TileP), float(gridDim.x));
+    const float estimate = (rows + row_tiles * kOverheadRows) * __fdividef(ceilf(rounds), rounds);
+    // Of equal estimates the most rows; positive numbers compare as their bits do.
+    const unsigned least = __reduce_min_sync(~0u, lane < kChoices ? __float_as_uint(estimate) : ~0u);
+    const unsigned best = __ballot_sync(~0u, lane < kChoices && __float_as_uint(estimate) == least);
+    return kMinRows + (31 - __clz(best)) * 16;
+  }
+
+  // Tokens in K: cluster tiles of a group.
+  CUTLASS_DEVICE int tiles_in_k(int tile_q) const {
+    return cluster_tiles<C>((ragged_.m + C::TileP - 1) / C::TileP, q_tiles_of<C>(ragged_.n, tile_q));
+  }
+
+  // Tokens in K: the columns of a tile at most. Where the groups with tokens have few tiles, those of 128 columns may
+  // spread over the clusters more evenly; they take as long as 160 of the wide ones (L2 traffic; measured on an H200).
+  CUTLASS_DEVICE int choose_tile_columns() const {
+    const int clusters = gridDim.x / C::Cluster, wide = surveyed_ * tiles_in_k(192);
+    if (wide > 4 * clusters) return 192;
+    const int narrow = surveyed_ * tiles_in_k(128);
+    return ceil_divide(narrow, clusters) * 160 < ceil_divide(wide, clusters) * (192 + 32) ? 128 : 192;
   }
 
   // The tiles of the lane's group in this pass, and of the lanes before.
-  CUTLASS_DEVICE void load() {
-    if (!have_ends_) load_ends(window_);
-    have_ends_ = groups_ <= 32;
+  CUTLASS_DEVICE void count_tiles() {
     const int size = end_ - begin_, lane = threadIdx.x % 32;
     int time = 0, tiles = 0;
     if constexpr (C::kTokensInK) {
-      const int p_tiles = (ragged_.m + C::TileP - 1) / C::TileP, q_tiles = (ragged_.n + C::TileQ - 1) / C::TileQ;
-      if (window_ + lane < params_.groups && (size > 0 || !params_.accumulate))
-        tiles = cluster_tiles<C>(p_tiles, q_tiles);
+      if (window_ + lane < params_.groups && (size > 0 || !params_.accumulate)) tiles = tiles_in_k(tile_q_);
       const int blocks = (size + kBlockK - 1) / kBlockK, shift = max(28 - __clz(blocks), 0);
       time = shift * 8 + (blocks >> shift);  // rising with the blocks, equal for those that differ by less than 1/8
-    } else {
-      const int q_tiles = (size + tile_rows_ - 1) / tile_rows_;
-      if (size > 0) {
-        tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles);
-        if (window_ + lane < params_.groups) time = ((size + 15) / 16 + q_tiles - 1) / q_tiles;
-      }
+    } else if (window_ + lane < groups_ && size > 0) {
+      const int q_tiles = q_tiles_of<C>(size, tile_q_);
+      tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles);
+      if (window_ + lane < params_.groups) time = ceil_divide((size + 15) / 16, q_tiles);
     }
     if (!sorted_) time = 0;
     next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
-    if (time_ == INT32_MAX) {
-      longest_ = next_time_;
+    if (pass_ == kMeasure) {
       shortest_ = min(shortest_, __reduce_min_sync(~0u, tiles > 0 && time > 0 ? time : INT32_MAX));
+      return;
     }
     tiles_ = time == time_ ? tiles : 0;
     tiles_end_ = tiles_;
-    CUTE_UNROLL
+    CUTE_NO_UNROLL
     for (int i = 1; i < 32; i *= 2) {
       const int before = __shfl_up_sync(~0u, tiles_end_, i);
       if (lane >= i) tiles_end_ += before;
@@ -245,16 +310,18 @@ class RaggedFinder {
 
   const Params &params_;
   const RaggedGroups &ragged_;
-  int groups_;
-  bool sorted_;
-  int tile_rows_;
-  int time_ = INT32_MAX;  // of the tiles that this pass takes; the first pass only looks for the longest
-  int longest_ = -1, shortest_ = INT32_MAX;           // of all tiles but empty ones, if sorted
-  int next_time_ = -1;                                // the longest below, of the groups that this pass has seen
-  int window_ = 0, window_begin_ = 0, window_tiles_;  // first group, number of its first tile, tiles
-  int last_end_ = 0;                                  // of the window before
-  bool have_ends_ = false;                            // of all groups, which are one window
-  int begin_, end_, tiles_, tiles_end_;               // the lane's group; tiles_end_: with those of lower lanes
+  const int groups_;
+  const bool sorted_;                             // the groups come in order of their times; else all count as 0
+  Pass pass_ = C::Cluster > 1 ? kSurvey : kTake;  // narrow tiles have one extent
+  int tile_q_ = C::TileQ;
+  int surveyed_ = 0;
+  int time_ = sorted_ ? INT32_MAX : 0;                      // of the tiles that this pass takes
+  int longest_ = -1, shortest_ = INT32_MAX;                 // of all tiles but empty ones, if sorted
+  int next_time_ = -1;                                      // the longest below, of the groups that this pass has seen
+  int window_ = -32, window_begin_ = 0, window_tiles_ = 0;  // first group, number of its first tile, tiles
+  int last_end_ = 0;                                        // of the window before
+  bool have_ends_ = false;
+  int begin_ = 0, end_ = 0, tiles_ = 0, tiles_end_ = 0;  // the lane's group; tiles_end_: with those of lower lanes
 };
 
 // The counter's next number, for all CTAs of the cluster, in the warp's first lane. `index`: how many came before.
@@ -282,7 +349,7 @@ template <class C, class Params, class Finder>
 CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder) {
   const bool leader = threadIdx.x % 32 == 0;
   const int clusters = gridDim.x / C::Cluster;
-  const Counter counter(params.counter);
+  Counter counter(params.counter);
   int t = blockIdx.x / C::Cluster;
   int k_blocks = 0, group = -1;
   int ends = 0;  // each warpgroup gets its own
@@ -295,7 +362,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
       if (leader) {
         if (pos == 1) {
           cutlass::arch::wait_on_dependent_grids();
-          if (rank == 0) counter.open();
+          if (rank == 0) counter.open(blockIdx.x == 0);
         }
         t = clusters + take_ticket(shared, counter, rank, pos - 1);
       }

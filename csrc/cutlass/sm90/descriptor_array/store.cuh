@@ -36,7 +36,7 @@ struct Destination {
 
   CUTLASS_DEVICE void store(const typename C::Out *chunk, const Tile &tile, int p, int q) const {
     boxes(tile, p, q, [&](int first, int x, int y, int z) {
-      if (add)
+      if (C::kAddsInL2 && add)
         SM90_TMA_REDUCE_ADD_3D::copy(map, chunk + first, x, y, z);
       else
         SM90_TMA_STORE_3D::copy(map, chunk + first, x, y, z);
@@ -134,17 +134,21 @@ CUTLASS_DEVICE void write_chunk_32_by_tokens(float *chunk, const float *values, 
   }
 }
 
-// bias[p] of this thread's rows of the accumulators: lane / 4 and eight below, for each wgmma.
-template <class C, class Params>
-CUTLASS_DEVICE void load_bias(const Params &params, const Tile &tile, int n, float (&bias)[C::kMmas][2]) {
+// Adds bias[p]. A thread has rows lane / 4 and eight below of each accumulator.
+template <class C, int Q, class Params>
+CUTLASS_DEVICE void add_bias(const Params &params, const Tile &tile, int n, float (&acc)[C::kMmas][Q / 2]) {
   using Out = typename C::Out;
   const Out *from = static_cast<const Out *>(params.ragged.offs ? params.ragged.bias : params.shapes[tile.group].bias);
-  if (from && params.ragged.offs) from += tile.group * params.ragged.stride_bias;
+  if (!from) return;
+  if (params.ragged.offs) from += tile.group * params.ragged.stride_bias;
   const int p = tile.p + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   CUTE_UNROLL
   for (int i = 0; i < C::kMmas * 2; ++i) {
     const int at = p + i / 2 * 64 + i % 2 * 8;
-    bias[i / 2][i % 2] = from && at < n ? float(from[at]) : 0.f;
+    const float bias = at < n ? float(from[at]) : 0.f;
+    CUTE_UNROLL
+    for (int v = 0; v < Q / 2; ++v)
+      if (v / 2 % 2 == i % 2) acc[i / 2][v] += bias;
   }
 }
 
@@ -178,24 +182,31 @@ struct ChunkTurn {
 // Stores tile number `pos` of the CTA, Q columns of accumulators. The CTA's epilogues run one after the other.
 template <class C, int Q, class Params>
 CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, const Tile &tile, int warpgroup, int pos,
-                               const float (&acc)[C::kMmas][Q / 2]) {
+                               float (&acc)[C::kMmas][Q / 2]) {
   using Chunk = typename C::DChunk;
   constexpr int kChunkQ = C::kTokensInK ? Chunk::kColumns : Chunk::kRows;
-  constexpr int kPerMma = (Q + kChunkQ - 1) / kChunkQ, kAll = C::kMmas * kPerMma;
+  // load_d() hands out the chunks of a tile of 192 columns, whatever this one has.
+  constexpr int kPerMma = ((C::kLoadsD ? C::TileQ : Q) + kChunkQ - 1) / kChunkQ, kAll = C::kMmas * kPerMma;
   constexpr bool k16 = sizeof(typename C::Out) == 2;
   const bool leader = threadIdx.x % 128 == 0;
   const bool handed_out = C::kLoadsD && params.accumulate;
   const bool add = C::kAdds16 || (C::kLoadsD && adds_in_registers(params, tile));
   const Destination<C> to = destination<C>(params, tile, params.accumulate && !add);
   const ChunkTurn<C> turn{shared, tile, to, warpgroup, handed_out};
-  float bias[C::kMmas][2] = {};
-  if constexpr (!C::kTokensInK) load_bias<C>(params, tile, to.n, bias);
+  if constexpr (!C::kTokensInK) add_bias<C, Q>(params, tile, to.n, acc);
   CUTE_UNROLL
   for (int c = 0; c < kAll; ++c) {
     const int mma = c / kPerMma, first_q = c % kPerMma * kChunkQ;
     const int it = handed_out ? pos * kAll + c : c, slot = it % C::Chunks;
     typename C::Out *chunk = shared.d[slot];
     turn.take(c, it, slot, mma * 64, first_q);
+    if (first_q >= Q) {
+      if (leader) {
+        tma_store_wait<0>();
+        if (c > 0) shared.d_empty[(it - 1) % C::Chunks].arrive();
+      }
+      continue;
+    }
     if constexpr (C::kTokensInK && !k16) {
       static_assert(Q % kChunkQ == 0);
       write_chunk_32_by_tokens(chunk, &acc[mma][first_q / 2], add);
@@ -205,7 +216,7 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
         if (first_q + q >= Q) continue;
         cutlass::Array<float, 8> values;
         CUTE_UNROLL
-        for (int v = 0; v < 8; ++v) values[v] = acc[mma][(first_q + q) / 2 + v] + bias[mma][v / 2 % 2];
+        for (int v = 0; v < 8; ++v) values[v] = acc[mma][(first_q + q) / 2 + v];
         if constexpr (k16)
           write_block_16<C>(chunk, q, values);
         else

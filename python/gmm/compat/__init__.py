@@ -1,0 +1,1 @@
+"""Drop-ins for other packages: the same names and arguments, computed by gmm."""

@@ -1,0 +1,125 @@
+"""gmm.nn.GroupedExperts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gmm.moe import KINDS, gated_activation
+from gmm.nn.linear import GroupedLinear
+
+_GATE_UP = ("concatenated", "interleaved", "apart")
+
+
+class GroupedExperts(nn.Module):
+    """The feed-forward networks of an MoE layer, on tokens that are sorted by expert: down(activation(gate, up)).
+
+    Args:
+        num_experts: E.
+        hidden_size: H, of the tokens.
+        ffn_size: I, between the two products.
+        activation: one of gmm.moe.KINDS, for instance "swiglu", "geglu", "relu2"; those without a gate have no gate
+            projection.
+        gate_up: how gate and up are stored: "concatenated" (gate_up.weight [E, 2*I, H], gate first), "interleaved" (in
+            it, rows of gate and up in turn) or "apart" (gate.weight and up.weight [E, I, H]). Without a gate it
+            is up.weight.
+        bias: whether the products have one.
+        limit: gate and up are clamped to it first; see gmm.moe.gated_activation.
+        linear_options: parameter_per_group, fuse_wgrad_accumulation, delay_wgrad_compute, sm_margin, device and dtype,
+            as of gmm.nn.GroupedLinear, which all the projections are.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "swiglu",
+        *,
+        gate_up: str = "concatenated",
+        bias: bool = False,
+        limit: float | None = None,
+        **linear_options: Any,
+    ) -> None:
+        super().__init__()
+        if activation not in KINDS:
+            raise ValueError(f"activation: expected one of {', '.join(KINDS)}, got {activation!r}")
+        if gate_up not in _GATE_UP:
+            raise ValueError(f"gate_up: expected one of {', '.join(_GATE_UP)}, got {gate_up!r}")
+        self.num_experts, self.activation, self.limit = num_experts, activation, limit
+        self.interleaved = gate_up == "interleaved" and KINDS[activation].gated
+
+        def linear(inputs: int, outputs: int) -> GroupedLinear:
+            return GroupedLinear(num_experts, inputs, outputs, bias, **linear_options)
+
+        if not KINDS[activation].gated:
+            self.up = linear(hidden_size, ffn_size)
+        elif gate_up == "apart":
+            self.gate, self.up = linear(hidden_size, ffn_size), linear(hidden_size, ffn_size)
+        else:
+            self.gate_up = linear(hidden_size, 2 * ffn_size)
+        self.down = linear(ffn_size, hidden_size)
+        self._scales_output = bias  # weights * (h @ w + bias) is not (weights * h) @ w + bias
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor | None = None,
+        weights: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        offs: Tensor | None = None,
+    ) -> Tensor:
+        """weights[r] * the network of r's expert at x[r], for each row r.
+
+        Args:
+            x: [R, H] tokens by expert, as gmm.moe.permute() gives them.
+            m_splits, is_first_microbatch, offs: as of GroupedLinear.forward(). Rows after the last group give zeros.
+            weights: [R] routing weights, as gmm.moe.permute_weights() gives them; None: all are 1.
+
+        Returns:
+            [R, H].
+
+        Raises:
+            ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
+
+        Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel
+        of their own.
+        """
+        if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
+            offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
+        groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
+        up = None
+        if not KINDS[self.activation].gated:
+            h = self.up(x, **groups)
+        elif hasattr(self, "gate_up"):
+            h = self.gate_up(x, **groups)
+        else:
+            h, up = self.gate(x, **groups), self.up(x, **groups)
+        h = gated_activation(
+            *(h, self.activation),
+            up=up,
+            interleaved=self.interleaved,
+            limit=self.limit,
+            weights=None if self._scales_output else weights,
+            offs=offs,
+        )
+        y: Tensor = self.down(h, **groups)
+        if self._scales_output and weights is not None:
+            y = gated_activation(y, "identity", weights=weights, offs=offs)
+        return y
+
+    def backward_dw(self) -> None:
+        """GroupedLinear.backward_dw() of all projections, last first."""
+        for linear in reversed(list(self.children())):
+            assert isinstance(linear, GroupedLinear)
+            linear.backward_dw()
+
+    def extra_repr(self) -> str:
+        """The activation."""
+        text = f"activation={self.activation}"
+        text += ", interleaved=True" if self.interleaved else ""
+        return text if self.limit is None else f"{text}, limit={self.limit}"

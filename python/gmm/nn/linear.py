@@ -1,0 +1,257 @@
+"""gmm.nn.GroupedLinear."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gmm.check import check
+from gmm.grouped_mm import grouped_mm
+from gmm.nn.products import GroupedLinearFunction, Groups, WeightGrad, add_weight_grads, weight_grads
+from gmm.ragged.autograd import without_autocast
+
+
+class GroupedLinear(nn.Module):
+    """A linear map for each group of rows: y = x @ weight[g]^T + bias[g] for the rows x of group g.
+
+    Args:
+        num_groups: E, the number of groups (experts).
+        in_features: K.
+        out_features: N.
+        bias: whether there is one, [N] a group.
+        parameter_per_group: the parameters are weight0, weight1, ... of [N, K] (and bias0, ...), as Transformer Engine
+            has them, instead of weight of [E, N, K] (and bias of [E, N]). load_state_dict() takes either form into
+            either.
+        fuse_wgrad_accumulation: backward adds the gradients of weights to their attribute main_grad (float32, or the
+            dtype of x), in the kernel. Megatron's attributes of a weight count: overwrite_main_grad (overwrites
+            instead); grad_added_to_main_grad (where there is one, it becomes True, and the weight gets a grad of
+            arbitrary values for hooks to fire, zeros with zero_out_wgrad). Without the second the weight gets no grad.
+        delay_wgrad_compute: backward leaves the gradients of weights to backward_dw().
+        sm_margin: SMs to leave to other kernels, such as communication; on backends that can.
+        device, dtype: of the parameters. With device="meta" they have no memory: to_empty() and reset_parameters().
+
+    Under torch.autocast it computes in autocast's dtype. Compiles with fullgraph=True, but with
+    fuse_wgrad_accumulation or delay_wgrad_compute, which run outside of compiled code.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        parameter_per_group: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        sm_margin: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
+            if size < 0:
+                raise ValueError(f"{name}: expected >= 0, got {size}")
+        self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
+        self.parameter_per_group = parameter_per_group and num_groups > 0
+        self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
+        self.sm_margin = sm_margin
+        self._names = {"weight": self._add("weight", (out_features, in_features), device, dtype)}
+        self._names["bias"] = self._add("bias", (out_features,), device, dtype) if bias else []
+        self._pending: deque[WeightGrad] = deque()
+        self._hooks: list[Callable[[], None]] = []
+        self.reset_parameters()
+
+    def _add(
+        self, name: str, shape: tuple[int, ...], device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> list[str]:
+        """Registers the parameters called that, and returns their names."""
+        if self.parameter_per_group:
+            names, shapes = [f"{name}{i}" for i in range(self.num_groups)], [shape] * self.num_groups
+        else:
+            names, shapes = [name], [(self.num_groups, *shape)]
+        for parameter, size in zip(names, shapes, strict=True):
+            self.register_parameter(parameter, nn.Parameter(torch.empty(size, device=device, dtype=dtype)))
+        return names
+
+    def reset_parameters(self) -> None:
+        """Uniform within 1 / sqrt(in_features), each group as nn.Linear."""
+        bound = 1 / math.sqrt(self.in_features) if self.in_features > 0 else 0
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        x: Tensor,
+        m_splits: Sequence[int] | Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        offs: Tensor | None = None,
+    ) -> Tensor:
+        """Applies each group's map to its rows.
+
+        Args:
+            x: [..., in_features], in the dtype of the parameters: the rows of group 0, then those of group 1, ...
+            m_splits: number of rows of each group: a list or a tensor on the CPU, which must sum to the rows of x, or
+                a tensor on the device of x, which the host does not read. Rows after the last group give zeros.
+            is_first_microbatch: True: main_grad is overwritten instead of added to, with fuse_wgrad_accumulation.
+            offs: in the place of m_splits, the ends of the groups: [E], int32 or int64, on the device of x.
+
+        Returns:
+            [..., out_features].
+
+        Raises:
+            ValueError: not exactly one of m_splits and offs; a list of another length than num_groups, with a negative
+                size, or of another sum than the rows of x.
+            RuntimeError: shapes, dtypes or devices contradict; a weight without main_grad that should have one.
+
+        Of parameters that are DTensors, sharded in the groups, this process' groups count alone: x and the sizes, as a
+        tensor on the device or as offs, are theirs. Not with fuse_wgrad_accumulation or delay_wgrad_compute.
+
+        Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
+        copied into one tensor first.
+        """
+        if x.dim() < 2 or x.shape[-1] != self.in_features:  # dynamo cannot trace check() on symbolic sizes
+            raise RuntimeError(f"x: expected shape [..., rows, {self.in_features}], got {list(x.shape)}")
+        rows = x.flatten(0, -2)
+        groups = self._groups(rows, m_splits, offs)
+        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+            y = self._forward_as_owner(rows, groups, bool(is_first_microbatch))
+        elif isinstance(groups, Tensor):
+            bias = self._stacked("bias") if self._names["bias"] else None
+            y = grouped_mm(rows, self._stacked("weight"), groups, bias, trans_b=True, sm_margin=self.sm_margin)
+        else:
+            y = GroupedLinearFunction.apply(rows, groups, None, False, self.sm_margin, *self._parameters_in_order())
+        return y.view(*x.shape[:-1], self.out_features)
+
+    @torch.compiler.disable
+    def _forward_as_owner(self, rows: Tensor, groups: Groups, overwrite: bool) -> Tensor:
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self._tensors("weight")[0].requires_grad:
+            self._main_grads()  # says now what backward would miss
+        return GroupedLinearFunction.apply(rows, groups, self, overwrite, self.sm_margin, *self._parameters_in_order())
+
+    def _groups(self, rows: Tensor, m_splits: Sequence[int] | Tensor | None, offs: Tensor | None) -> Groups:
+        if (m_splits is None) == (offs is None):
+            raise ValueError(f"m_splits, offs: expected one of them, got {'none' if offs is None else 'both'}")
+        if offs is not None:
+            return offs
+        if isinstance(m_splits, Tensor):
+            if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
+                check(m_splits.dim() == 1, "m_splits: expected 1 dimension, got {}", m_splits.dim())
+                return m_splits.to(rows.device).cumsum(0, dtype=torch.int32)
+            m_splits = m_splits.tolist()
+        assert m_splits is not None
+        sizes = tuple(m_splits)
+        if len(sizes) != self.num_groups:
+            raise ValueError(f"m_splits: expected {self.num_groups} sizes (num_groups), got {len(sizes)}")
+        for i, size in enumerate(sizes):
+            if size < 0:
+                raise ValueError(f"m_splits[{i}]: expected >= 0, got {size}")
+        if sum(sizes) != rows.shape[0]:
+            raise ValueError(f"m_splits: expected sizes that sum to {rows.shape[0]} (the rows of x), got {sum(sizes)}")
+        return sizes
+
+    def _tensors(self, name: str) -> list[nn.Parameter]:
+        return [getattr(self, parameter) for parameter in self._names[name]]
+
+    def _stacked(self, name: str) -> Tensor:
+        tensors = self._tensors(name)
+        if not self.parameter_per_group:
+            return _local(tensors[0])
+        with without_autocast(tensors[0].device):  # whose rule for stack refuses one 16-bit dtype while it is the other
+            return torch.stack(list(tensors))
+
+    def _parameters_in_order(self) -> tuple[Any, ...]:
+        weights = self._tensors("weight")
+        return len(weights), *weights, *self._tensors("bias")
+
+    # Where the gradients of weights go.
+
+    def take_weight_grad(self, pending: WeightGrad) -> Sequence[Tensor | None]:
+        """Called by backward: the gradient's product, or its place in the queue. Returns the weights' grads."""
+        if not self.delay_wgrad_compute:
+            return self._weight_grads(pending)
+        self._pending.append(pending)
+        return [None] * len(self._names["weight"])
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left, with delay_wgrad_compute: into main_grad
+        with fuse_wgrad_accumulation, else added to grad. Does not synchronise.
+
+        Raises:
+            RuntimeError: no backward has left any.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._pending:
+            raise RuntimeError("backward_dw: expected a backward before it, got none whose weight gradients are left")
+        with torch.no_grad():
+            grads = self._weight_grads(self._pending.popleft())
+            if not self.fuse_wgrad_accumulation:
+                for weight, grad in zip(self._tensors("weight"), grads, strict=True):
+                    weight.grad = grad if weight.grad is None or grad is None else weight.grad.add_(grad)
+        for hook in self._hooks:
+            hook()
+
+    def register_wgrad_accumulation_and_reduce_hooks(self, hook: Callable[[], None]) -> None:
+        """Has backward_dw() call the hook at its end, when the gradients are there: what a data-parallel wrapper would
+        do in a hook of the weight, which fires in backward."""
+        self._hooks.append(hook)
+
+    def _weight_grads(self, pending: WeightGrad) -> Sequence[Tensor | None]:
+        weights = self._tensors("weight")
+        dy, x, groups, overwrite = pending
+        if not self.fuse_wgrad_accumulation:
+            return weight_grads(dy, x, weights, groups, self.sm_margin)
+        accumulate = not (overwrite or getattr(weights[0], "overwrite_main_grad", False))
+        add_weight_grads(dy, x, self._main_grads(), groups, accumulate, self.sm_margin)
+        return [_mark_added(weight) for weight in weights]
+
+    def _main_grads(self) -> list[Tensor]:
+        grads = []
+        for name, weight in zip(self._names["weight"], self._tensors("weight"), strict=True):
+            grad = getattr(weight, "main_grad", None)
+            if grad is None or grad.shape != weight.shape:
+                got = "none" if grad is None else list(grad.shape)
+                raise RuntimeError(f"{name}.main_grad: expected a tensor of shape {list(weight.shape)}, got {got}")
+            grads.append(grad)
+        return grads
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Takes both forms of the parameters; Transformer Engine's extra state says nothing about them."""
+        state_dict.pop(f"{prefix}_extra_state", None)
+        for name, own in self._names.items():
+            per_group = [f"{prefix}{name}{i}" for i in range(self.num_groups)]
+            if self.parameter_per_group and own and f"{prefix}{name}" in state_dict:
+                state_dict.update(zip(per_group, state_dict.pop(f"{prefix}{name}").unbind()))
+            elif not self.parameter_per_group and own and per_group and all(key in state_dict for key in per_group):
+                state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in per_group])
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        """Sizes, and what differs from the defaults."""
+        text = f"num_groups={self.num_groups}, in_features={self.in_features}, out_features={self.out_features}"
+        text += f", bias={bool(self._names['bias'])}"
+        for option in ("parameter_per_group", "fuse_wgrad_accumulation", "delay_wgrad_compute", "sm_margin"):
+            if getattr(self, option):
+                text += f", {option}={getattr(self, option)}"
+        return text
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Of a DTensor, which expert parallelism shards in the groups, those that this process has."""
+    to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def _mark_added(weight: nn.Parameter) -> Tensor | None:
+    """Tells Megatron that main_grad has the gradient. A grad of any values lets the hooks of the weight fire."""
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    return torch.zeros_like(weight) if getattr(weight, "zero_out_wgrad", False) else torch.empty_like(weight)

@@ -1,0 +1,41 @@
+"""benchmarks/bench_moe_ops.py without a GPU: its layers agree, and the bytes that it counts are the operands'."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import bench_moe_ops
+from bench_moe_layer import Model
+
+MODEL = Model(experts=6, top_k=2, hidden=64, intermediate=32, tokens=50)
+
+
+def test_layers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    operands = bench_moe_ops.make_operands(MODEL, "cpu")
+    bench_moe_ops.check(operands)
+    monkeypatch.setattr(bench_moe_ops, "gmm_grouped_mm", lambda x, w, offs: 1.1 * x @ w[0].t())
+    with pytest.raises(RuntimeError, match="gmm, output: relative error"):
+        bench_moe_ops.check(operands)
+
+
+def test_bytes() -> None:
+    ops = bench_moe_ops.ops(bench_moe_ops.make_operands(MODEL, "cpu"))
+    for call, _ in ops.values():
+        call()
+    assert ops["permute"][1] == 2 * 64 * (50 + 100) and ops["activation"][1] == 2 * 100 * 3 * 32
+
+
+def test_help_and_no_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench_moe_ops.py", "--help"])
+    with pytest.raises(SystemExit) as stop:
+        bench_moe_ops.main()
+    assert stop.value.code == 0 and "--out" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(sys, "argv", ["bench_moe_ops.py"])
+        assert bench_moe_ops.main() == 2
