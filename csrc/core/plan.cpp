@@ -69,8 +69,8 @@ const sm90::Kernel *find_kernel(const char *name, const sm90::Kernel *const (&ke
   return nullptr;
 }
 
-// The plan_... functions: true when the call can run there; they complete the plan. `why` may be null; it gets the reason
-// of a refusal, or why a backend that takes the call does so with another kernel than its first choice.
+// The plan_... functions: true when the call can run there; they complete the plan. `why` may be null; it gets the
+// reason of a refusal, or why a backend that takes the call does so with another kernel than its first choice.
 bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::string *why) {
   if (device.sm != 90) {
     if (why) *why = format("its kernels are compiled for sm90a, which only sm90 runs; the device is sm%d", device.sm);
