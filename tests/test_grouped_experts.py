@@ -253,7 +253,8 @@ def test_no_synchronisation_and_graphs(options: dict[str, Any]) -> None:
     def step(index: Tensor) -> list[Tensor]:
         rows, row_map, offs = gmm.moe.permute(x, index, 8)
         y = gmm.moe.unpermute(experts(rows, weights=gmm.moe.permute_weights(weights, row_map), offs=offs), row_map)
-        return [y, *torch.autograd.grad(y.float().square().sum(), (x, weights))]
+        grads = torch.autograd.grad(y.float().square().sum(), (x, weights))
+        return [y.detach(), *grads]  # a graph that lives on would bind backward to the stream of its leaves
 
     want = [step(index) for index in indices]
     torch.cuda.set_sync_debug_mode("error")

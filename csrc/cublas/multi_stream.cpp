@@ -12,12 +12,12 @@
 #include "core/groups.h"
 #include "cublas/heuristics.h"
 
-#define GMM_CUBLAS_CHECK(call)                                                                                   \
-  do {                                                                                                           \
-    cublasStatus_t gmm_status_ = (call);                                                                         \
-    if (gmm_status_ != CUBLAS_STATUS_SUCCESS)                                                                    \
-      throw Error(GMM_ERROR_CUBLAS,                                                                              \
-                  format("%s failed: %s%s", #call, cublasGetStatusString(gmm_status_), device_error().c_str())); \
+#define GMM_CUBLAS_CHECK(call)                                                                                \
+  do {                                                                                                        \
+    cublasStatus_t gmm_status_ = (call);                                                                      \
+    if (gmm_status_ != CUBLAS_STATUS_SUCCESS)                                                                 \
+      throw Error(GMM_ERROR_CUBLAS, format("%s failed: %s (%s)%s", #call, cublasGetStatusString(gmm_status_), \
+                                           cublasGetStatusName(gmm_status_), device_error().c_str()));        \
   } while (0)
 
 namespace gmm::cublas {

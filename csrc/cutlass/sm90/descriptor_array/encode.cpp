@@ -37,8 +37,10 @@ void encode(CUtensorMap *map, CUtensorMapDataType type, const void *data, const 
                                          element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
-    throw Error(GMM_ERROR_CUDA, format("cuTensorMapEncodeTiled failed with %d for a matrix of %llu x %llu", int(result),
-                                       (unsigned long long)dims[1], (unsigned long long)dims[0]));
+    throw Error(GMM_ERROR_CUDA,
+                format("cuTensorMapEncodeTiled failed with CUresult %d for a matrix of %llu x %llu. The "
+                       "error may come from earlier work on this device.",
+                       int(result), (unsigned long long)dims[1], (unsigned long long)dims[0]));
 }
 
 // A stride that nothing is ever read with, of a dimension of one or of none: still a multiple of 16 bytes.
