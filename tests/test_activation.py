@@ -37,7 +37,11 @@ def check(
     wide = 2 * columns if kind in GATED and layout != "apart" else columns
     h = (2 * randn(rows, wide + 8 * strided)[:, :wide]).to(device, dtype)
     up = (2 * randn(rows, columns, seed=1)).to(device, dtype) if layout == "apart" else None
-    weights = None if weights_dtype is None else torch.rand(rows, generator=seeded(torch.device("cpu"))).to(device, weights_dtype)
+    weights = (
+        None
+        if weights_dtype is None
+        else torch.rand(rows, generator=seeded(torch.device("cpu"))).to(device, weights_dtype)
+    )
     dy = randn(rows, columns, seed=2).to(device, dtype)
     offs = None if ends is None else torch.tensor(ends, dtype=torch.int32, device=device)
     for x in (h, up, weights, dy):
