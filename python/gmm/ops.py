@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from gmm.check import check_call, check_dense, check_lengths, check_not_inferenc
 
 _gemm = torch.ops.gmm.multi_tensor_gemm.default
 _mm = torch.ops.gmm.multi_tensor_mm.default
-_version = operator.attrgetter("_version")
 
 
 def multi_tensor_gemm(
@@ -92,10 +90,8 @@ def multi_tensor_gemm(
         return _mm(a, b, bias, **options)
     if torch.is_grad_enabled():
         _check_no_grad(a, b, d, () if bias is None else bias)
-    if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
-        _check_none_is_inference(d)
+    _note_writes(d)
     _gemm(a, b, d, bias, **options)
-    note_write(d)
     return list(d)
 
 
@@ -143,14 +139,14 @@ def _readable(bias: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x.resolve_neg() for x in bias] if any(map(Tensor.is_neg, bias)) else bias
 
 
-def _check_none_is_inference(d: Sequence[Tensor]) -> None:
-    """By their versions, which inference tensors have none of: Tensor.is_inference takes half as long again."""
+def _note_writes(d: Sequence[Tensor]) -> None:
+    """Before the op: an inference tensor, which has no version to raise, must not have been written when that shows."""
     try:
-        for _ in map(_version, d):
-            pass
+        note_write(d)
     except RuntimeError:
         for i, x in enumerate(d):
             check_not_inference(f"d[{i}]", x)
+        raise
 
 
 def _check_no_grad(*lists: Sequence[Tensor]) -> None:
