@@ -386,6 +386,31 @@ def test_poisoned_allocator_row_14(cuda_target: Target) -> None:
             compare(one, results, results)
 
 
+def test_other_matrices_in_the_same_memory(cuda_target: Target) -> None:
+    """CUTLASS remembers the descriptors of earlier calls: of other sizes, strides and dtypes at one address they must
+    not serve, and a call that comes again must find its own."""
+    memory = [torch.randn(2**16, device=CUDA).bfloat16() for _ in range(3)]
+    shapes = [
+        (64, 128, 64, 0),
+        (64, 64, 128, 0),
+        (64, 128, 64, 8),
+        (40, 128, 64, 0),
+        (64, 128, 200, 0),
+        (3, 64, 64, 64),
+    ]
+    for (m, n, k, gap), dtype, d_dtype in 2 * list(itertools.product(shapes, cases.HALVES, (None, torch.float32))):
+        size, view = ((m, k), (n, k), (m, n)), (dtype, dtype, d_dtype or dtype)
+        a, b, d = (
+            x.view(dt).as_strided((rows, columns), (columns + gap, 1))
+            for x, (rows, columns), dt in zip(memory, size, view, strict=True)
+        )
+        for x in (a, b):
+            x.copy_(torch.randn(x.shape, device=CUDA))
+        call = Call([a], [b], [d.fill_(float("nan"))], layout=FORWARD)
+        before = [d.clone()]
+        compare(call, start(call, cuda_target.backend), before)
+
+
 def test_memory_freed_after_the_call_may_be_reused(cuda_target: Target) -> None:
     """Operands are freed while the call still waits; torch gives their memory to later work of the same stream."""
     expected = forward_call()

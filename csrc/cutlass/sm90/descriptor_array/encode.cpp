@@ -3,6 +3,9 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
 
 #include "core/error.h"
 #include "cutlass/sm90/descriptor_array/params.h"
@@ -28,19 +31,58 @@ EncodeTiled encode_tiled() {
   return function;
 }
 
+// What a map depends on, and nothing else.
+struct Key {
+  const void *data;
+  cuuint64_t dims[4], strides[3];
+  cuuint32_t box[4];
+  CUtensorMapDataType type;
+  int rank;
+
+  bool operator==(const Key &other) const { return std::memcmp(this, &other, sizeof(Key)) == 0; }
+};
+static_assert(std::has_unique_object_representations_v<Key>, "compared as bytes");
+
+struct Encoded {
+  Key key;  // all zero: none
+  CUtensorMap map;
+};
+
+// The maps of this thread's last calls: weights come again in every step.
+Encoded &remembered(const Key &key) {
+  constexpr size_t kEntries = 512;
+  thread_local const std::unique_ptr<Encoded[]> entries(new Encoded[kEntries]());
+  const uint64_t mixed = (reinterpret_cast<uintptr_t>(key.data) >> 4 ^ key.dims[1] << 7) * 0x9E3779B97F4A7C15;
+  return entries[mixed >> 55];
+}
+
 // dims from the contiguous one on, in elements; strides of the others, in bytes.
 template <int kRank>
 void encode(CUtensorMap *map, CUtensorMapDataType type, const void *data, const cuuint64_t (&dims)[kRank],
             const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank]) {
-  const cuuint32_t element_strides[] = {1, 1, 1, 1};
-  const CUresult result = encode_tiled()(map, type, kRank, const_cast<void *>(data), dims, strides, box,
-                                         element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw Error(GMM_ERROR_CUDA,
-                format("cuTensorMapEncodeTiled failed with CUresult %d for a matrix of %llu x %llu. The "
-                       "error may come from earlier work on this device.",
-                       int(result), (unsigned long long)dims[1], (unsigned long long)dims[0]));
+  Key key{};
+  key.data = data;
+  key.type = type;
+  key.rank = kRank;
+  std::copy_n(dims, kRank, key.dims);
+  std::copy_n(strides, kRank - 1, key.strides);
+  std::copy_n(box, kRank, key.box);
+  Encoded &encoded = remembered(key);
+  if (!(encoded.key == key)) {
+    const cuuint32_t element_strides[] = {1, 1, 1, 1};
+    const CUresult result = encode_tiled()(&encoded.map, type, kRank, const_cast<void *>(data), dims, strides, box,
+                                           element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) {
+      encoded.key = Key{};
+      throw Error(GMM_ERROR_CUDA,
+                  format("cuTensorMapEncodeTiled failed with CUresult %d for a matrix of %llu x %llu. The error may "
+                         "come from earlier work on this device.",
+                         int(result), (unsigned long long)dims[1], (unsigned long long)dims[0]));
+    }
+    encoded.key = key;
+  }
+  *map = encoded.map;
 }
 
 // A stride that nothing is ever read with, of a dimension of one or of none: still a multiple of 16 bytes.
