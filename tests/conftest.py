@@ -57,6 +57,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA GPU"))
 
 
+@pytest.fixture
+def whole_gpu() -> None:
+    """For tests that read the whole GPU's free memory."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("other workers of the test run use the GPU's memory, too: run it alone")
+
+
 @pytest.fixture(autouse=True)
 def _machine_can_run_it(request: pytest.FixtureRequest) -> None:
     marker = request.node.get_closest_marker("memory")

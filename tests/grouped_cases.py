@@ -293,7 +293,10 @@ def check_grads(
     exact = loop(twins[0], twins[1].mT if trans_b else twins[1], offs, twins[2] if bias is not None else None)
     wanted: Sequence[Tensor | None] = [None] * len(twins)  # without groups nothing depends on them
     if exact.requires_grad:
-        wanted = torch.autograd.grad(exact, twins, dy.double(), allow_unused=True)
+        factor = dy.to(a.dtype).double()  # factors are of one dtype; the sum for the bias is of dy itself
+        wanted = torch.autograd.grad(exact, twins, factor, allow_unused=True, retain_graph=True)
+        if given_bias is not None:
+            wanted = (*wanted[:2], *torch.autograd.grad(exact, twins[2:], dy.double(), allow_unused=True))
     grads = torch.autograd.grad(y, leaves, dy)
     for x, grad, want in zip(leaves, grads, wanted, strict=True):
         assert grad.shape == x.shape and grad.dtype == x.dtype

@@ -426,6 +426,7 @@ def test_memory_freed_after_the_call_may_be_reused(cuda_target: Target) -> None:
     assert all(torch.equal(x, y) for x, y in zip(results, expected.d, strict=True))
 
 
+@pytest.mark.usefixtures("whole_gpu")
 def test_no_memory_is_kept(cuda_target: Target) -> None:
     call = forward_call([300] * 16)
     for _ in range(3):

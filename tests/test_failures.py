@@ -91,7 +91,7 @@ except RuntimeError as error:
 
 def test_no_device(python: Callable[..., Any]) -> None:
     (line,) = python(ASK_FOR_A_PLAN, CUDA_VISIBLE_DEVICES="").stdout.splitlines()
-    assert "no CUDA" in line, line
+    assert "no CUDA" in line or "driver version is insufficient" in line, line  # no device, or no driver at all
 
 
 @needs_cc

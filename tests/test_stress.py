@@ -248,8 +248,10 @@ def random_ends(rng: random.Random, x: Tensor, w: Tensor, offs: Tensor) -> None:
 
 
 @devices
-def test_soak(device: torch.device) -> None:
+def test_soak(device: torch.device, request: pytest.FixtureRequest) -> None:
     """Random calls and replays: no growth of host or device memory, no other bits."""
+    if device.type == "cuda":
+        request.getfixturevalue("whole_gpu")
     rng, works = random.Random(0), all_work(0, device)
     x, w, offs = operands("ragged_m", ends_of([64] * 8), 0, 256, 128, BF16, device)
     graphs = [(*capture(work), bits) for work, bits in works] if device.type == "cuda" else []
