@@ -42,36 +42,57 @@ def lists() -> str:
     return "\n".join(lines) + "\n"
 
 
+PASSES = ("forward", "wgrad", "wgrad-accumulate")  # the others are in the results alone
+NAMES = {
+    "cutlass": "`cutlass`",
+    "triton": "`triton`",
+    "torch": "`torch._grouped_mm`",
+    "deep_gemm": "DeepGEMM",
+    "quack": "quack",
+    "dense": "dense `torch.mm`",
+}
+
+
 def ragged() -> str:
     """Markdown of the table of grouped_mm."""
     results = json.loads((RESULTS / "grouped_mm.json").read_text())
-    methods = ("cutlass", "triton", "torch", "dense")
     rates = f"{results['dense_tflops']:.0f} TFLOP/s and {results['copy_tb_s']:.1f} TB/s"
-    columns = (
-        *(f"`{m}`" for m in methods[:2]),
-        "`torch._grouped_mm`",
-        "dense `torch.mm`",
-        "`cutlass` / torch",
-        "floor",
-    )
     lines = [
-        f"The same machine, {results['date']}. `floor`: the share of the FLOPs' or the bytes' own time, whichever is "
-        f"longer, at the rates of a large `torch.mm` and a copy in the same run ({rates}).",
+        f"The same machine, {results['date']}; DeepGEMM {results['peers']['deep_gemm']} on groups padded to 128 rows, "
+        f"quack {results['peers']['quack']} with the best of six tiles. `floor`: the share of the FLOPs' or the bytes' "
+        f"own time, whichever is longer, at the rates of a large `torch.mm` and a copy in the same run ({rates}). "
+        "dgrad, fp32 gradients that overwrite, fp16 and lists are in `benchmarks/results`.",
         "",
-        f"| experts × average tokens, N × K | pass | {' | '.join(columns)} |",
-        "|---" * (2 + len(columns)) + "|",
+        f"| experts × average tokens, N × K | pass | {' | '.join(NAMES.values())} | `cutlass` / best peer | floor |",
+        "|---" * (4 + len(NAMES)) + "|",
     ]
     for row in results["rows"]:
+        if row["pass"] not in PASSES:
+            continue
         shape = f"{row['groups']} × {row['tokens']} {row['spread']}, {row['n']} × {row['k']}"
-        tflops = [f"{row['tflops'][m]:.0f}" if m in row["tflops"] else "–" for m in methods]
-        ratio = f"{row['us']['torch'] / row['us']['cutlass']:.2f}" if "torch" in row["us"] else "–"
-        lines.append("| " + " | ".join([shape, row["pass"], *tflops, ratio, f"{row['ratios']['floor']:.2f}"]) + " |")
+        tflops = [f"{row['tflops'][m]:.0f}" if m in row["tflops"] else "–" for m in NAMES]
+        ratios = [f"{row['ratios'][r]:.2f}" for r in ("best peer", "floor")]
+        lines.append("| " + " | ".join([shape, row["pass"], *tflops, *ratios]) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def host() -> str:
+    """Markdown of what a call of grouped_mm costs beside the product."""
+    results = json.loads((RESULTS / "grouped_mm_host.json").read_text())
+    lines = [
+        f"Host time of a call of `grouped_mm` with 128 experts, without grad, in microseconds "
+        f"({results['machine']}, {results['date']}):",
+        "",
+        "| call | us |",
+        "|---|---|",
+        *(f"| `{row['call'].replace(', ', '` on `')}` | {row['us']:.0f} |" for row in results["host"]),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def figures() -> str:
     """Markdown of all tables."""
-    return f"### Lists\n\n{lists()}\n### `grouped_mm`\n\n{ragged()}"
+    return f"### Lists\n\n{lists()}\n### `grouped_mm`\n\n{ragged()}\n{host()}"
 
 
 def updated(readme: str) -> str:
