@@ -104,5 +104,5 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     for case in (dtensor, same_shape_both_ways, fsdp):
         case()
-        print(f"rank {dist.get_rank()}: {case.__name__} passed")
+        print(f"rank {dist.get_rank()}: {case.__name__} passed", flush=True)
     dist.destroy_process_group()

@@ -28,5 +28,5 @@ if __name__ == "__main__":
         assert experts.num_experts == 3 and isinstance(experts.down_proj, DTensor)
         error = (model(ids).logits - logits).norm() / logits.norm()
         assert error <= 2e-6, (sizes, error)
-        print(f"rank {dist.get_rank()}: {sorted(sizes)} passed")
+        print(f"rank {dist.get_rank()}: {sorted(sizes)} passed", flush=True)
     dist.destroy_process_group()
