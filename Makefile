@@ -32,7 +32,7 @@ endif
 
 CXX_FILES = $(shell find csrc tests -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' -o -name '*.c')
 
-.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize soak coverage
+.PHONY: demo test build installed dev format lint wheel fuzz fuzz-c sanitize soak coverage docs
 
 demo:
 	$(MAKE) --no-print-directory installed GMM_CUDA=$(DEMO_CUDA)
@@ -57,6 +57,12 @@ lint: dev
 wheel: dev
 	rm -rf build/lib.*  # setuptools would pack what an earlier state of the tree left there
 	$(PY) -m build --wheel --no-isolation
+
+# The API reference and the pages of docs/, into build/site. Needs neither torch nor a build.
+docs:
+	test -x build/docs-venv/bin/mkdocs || $(PYTHON) -m venv build/docs-venv
+	sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d , | xargs build/docs-venv/bin/pip install -q
+	build/docs-venv/bin/mkdocs build --strict
 
 installed: build $(INSTALLED)
 
