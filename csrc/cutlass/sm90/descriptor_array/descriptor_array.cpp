@@ -91,7 +91,6 @@ class Batch {
       std::copy_n(params_.shapes, params_.groups, params.shapes);
       params.ragged = params_.ragged;
       params.groups = params_.groups;
-      params.equal_tiles = params_.equal_tiles;
       launch_(b_column_major, params);
     } else {
       launch_(b_column_major, params_);
@@ -138,10 +137,6 @@ class Batch {
     uint64_t order[kLarge.groups];  // time and index: sorts as one number, equal times in the caller's order
     const int groups = params_.groups;
     for (int i = 0; i < groups; ++i) order[i] = uint64_t(INT32_MAX - time(params_.shapes[i])) << 32 | i;
-    // As the ragged kernel decides, in units of 16 rows.
-    const auto [first, last] = std::minmax_element(order, order + groups);
-    const auto units = [](uint64_t entry) { return (INT32_MAX - int(entry >> 32) + 15) / 16; };
-    params_.equal_tiles = !launch_.tokens_in_k() && units(*first) == units(*last);
     if (!std::is_sorted(order, order + groups)) {
       std::sort(order, order + groups);
       GroupShape shapes[kLarge.groups];

@@ -65,8 +65,7 @@ struct ParamsOf {
   RaggedGroups ragged;
   TileCounter counter;
   int groups;
-  int tile_q;       // list form: extent of a tile along Q at most: rows of D; with tokens in K columns
-  int equal_tiles;  // list form: all tiles take about the same time
+  int tile_q;  // list form: extent of a tile along Q at most: rows of D; with tokens in K columns
   int accumulate;
   int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
   CUtensorMap maps[kMaps];

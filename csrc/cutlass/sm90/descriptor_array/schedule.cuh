@@ -1,9 +1,9 @@
 // The scheduler warp: finds a CTA's tiles.
 //
-// A cluster's first tile is its own number. Where all tiles take about the same time, it then takes every
-// (clusters)th; else it asks the launch's counter (counter.cuh), and the groups come in order of the time that one of
-// their tiles takes, the longest first, so that the clusters end together. In the list form the host has sorted them,
-// in the ragged forms the warp makes one pass over the groups for each time that occurs.
+// A cluster's first tile is its own number; for each other one it asks the launch's counter (counter.cuh). The groups
+// come in order of the time that one of their tiles takes, the longest first, so that the clusters end together, and
+// those that share operands in L2 are at the same place of K. In the list form the host has sorted them, in the ragged
+// forms the warp makes one pass over the groups for each time that occurs.
 #pragma once
 
 #include "cutlass/sm90/descriptor_array/config.cuh"
@@ -12,6 +12,7 @@
 namespace gmm::sm90::descriptor_array {
 
 constexpr int kBandTiles = 12;
+constexpr int kLongK = 8192;  // tokens in rows: a tile reads more of an operand than the L2 keeps for its neighbours
 constexpr int kMaxSortedGroups = 1024;  // a pass over more would take longer than a tile
 
 // a / b, b > 0. The first tile waits for a chain of these: 6 instructions each, where `/` has 20.
@@ -50,18 +51,21 @@ CUTLASS_DEVICE void cut_columns(int size, int tiles, int index, int &begin, int 
   end = index < tiles ? start(index + 1) : size;
 }
 
-// Cuts `size` rows into tiles as equal as units of 16 rows allow: full tiles and a short one would cost up to 6 %. The
-// longer ones come at other places in each group, because a CTA often meets the same place in every group.
-CUTLASS_DEVICE void cut_rows(int size, int tiles, int index, int group, int &begin, int &end) {
-  const int units = (size + 15) / 16, each = divide(units, tiles), longer = units - each * tiles;
-  const int turned = group % 64 * longer, turn = turned - divide(turned, tiles) * tiles;
-  const auto longer_before = [&](int place) {  // of the first `place` tiles, with the turn counted in
-    return place < tiles ? min(place, longer) : longer + min(place - tiles, longer);
-  };
-  const auto start = [&](int i) { return min((i * each + longer_before(i + turn) - longer_before(turn)) * 16, size); };
-  begin = start(min(index, tiles));
-  end = start(min(index + 1, tiles));
-}
+// `size` rows in tiles as equal as units of 16 rows allow, the longer ones first: full tiles and a short one would cost
+// up to 6 %.
+struct RowCut {
+  int size, tiles, each, longer;  // units of a tile at least, and how many tiles have one more
+
+  CUTLASS_DEVICE RowCut(int size, int tiles) : size(size), tiles(tiles) {
+    const int units = (size + 15) / 16;
+    each = divide(units, tiles);
+    longer = units - each * tiles;
+  }
+  CUTLASS_DEVICE int start(int index) const {
+    index = min(index, tiles);
+    return min((index * each + min(index, longer)) * 16, size);
+  }
+};
 
 template <class C>
 CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q, int rank) {
@@ -73,12 +77,20 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q
   Tile tile{};
   if (i < q_tiles * pairs) {
     // Bands of q: the tiles that run at the same time are about as high as wide, so that they share both operands in
-    // L2.
-    const int bands = (q_tiles + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(q_tiles, bands);
-    const int band = divide(i, band_tiles * pairs), height = min(band_tiles, q_tiles - band * band_tiles);
+    // L2. Along a long K, too, if they keep pace: there no band has tiles of both lengths.
+    int first = 0, count = q_tiles;
+    if (!C::kTokensInK && k >= kLongK) {
+      const int longer = RowCut(size, q_tiles).longer;
+      if (i < longer * pairs)
+        count = longer;
+      else
+        first = longer, count -= longer, i -= longer * pairs;
+    }
+    const int bands = (count + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(count, bands);
+    const int band = divide(i, band_tiles * pairs), height = min(band_tiles, count - band * band_tiles);
     i -= band * band_tiles * pairs;
     const int column = divide(i, height);
-    q = band * band_tiles + i - column * height;
+    q = first + band * band_tiles + i - column * height;
     p = column * C::Cluster + rank;
     tile.shares_q = 1;
   } else {  // a last p tile without a neighbour: the CTAs take two q tiles of it and share P
@@ -93,9 +105,9 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q
     tile.k = place.begin;
     tile.k_end = place.end;
   } else {
-    cut_rows(size, q_tiles, q, place.group, tile.q, tile.q_end);
-    tile.q += place.begin;
-    tile.q_end += place.begin;
+    const RowCut cut(size, q_tiles);
+    tile.q = place.begin + cut.start(q);
+    tile.q_end = place.begin + cut.start(q + 1);
     tile.k_end = k;
   }
   return tile;
@@ -126,9 +138,6 @@ class ListFinder {
 
   // All tiles, once find() has returned false.
   CUTLASS_DEVICE int total() const { return params_.shapes[params_.groups - 1].tiles_end; }
-
-  // Whether all tiles take about the same time, once find() has returned a tile.
-  CUTLASS_DEVICE bool equal() const { return params_.equal_tiles; }
 
  private:
   const Params &params_;
@@ -164,13 +173,7 @@ class RaggedFinder {
   // All tiles, once find() has returned false.
   CUTLASS_DEVICE int total() const { return window_begin_; }
 
-  // Whether all tiles take about the same time, once find() has returned a tile. Tiles of a group differ by one unit of
-  // rows, see cut_rows(). With tokens in K the memory decides, and no two take the same.
-  CUTLASS_DEVICE bool equal() const { return !C::kTokensInK && shortest_ == longest_; }
-
  private:
-  enum Pass { kSurvey, kMeasure, kTake };
-
   CUTLASS_DEVICE bool next_window() {
     window_begin_ += window_tiles_;
     window_tiles_ = 0;
@@ -181,7 +184,7 @@ class RaggedFinder {
     }
     if (groups_ > 32 || !have_ends_) load_ends();
     have_ends_ = true;
-    if (pass_ == kSurvey)
+    if (surveying_)
       survey();
     else
       count_tiles();
@@ -189,13 +192,11 @@ class RaggedFinder {
   }
 
   CUTLASS_DEVICE bool next_pass() {
-    if (pass_ == kSurvey) {
+    if (surveying_) {
       choose_tile();
-      pass_ = sorted_ ? kMeasure : kTake;
+      surveying_ = false;
     } else {
       if (next_time_ < 0) return false;
-      if (pass_ == kMeasure) longest_ = next_time_;
-      pass_ = kTake;
       time_ = next_time_;
     }
     next_time_ = -1;
@@ -294,10 +295,6 @@ class RaggedFinder {
     }
     if (!sorted_) time = 0;
     next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
-    if (pass_ == kMeasure) {
-      shortest_ = min(shortest_, __reduce_min_sync(~0u, tiles > 0 && time > 0 ? time : INT32_MAX));
-      return;
-    }
     tiles_ = time == time_ ? tiles : 0;
     tiles_end_ = tiles_;
     CUTE_NO_UNROLL
@@ -311,12 +308,11 @@ class RaggedFinder {
   const Params &params_;
   const RaggedGroups &ragged_;
   const int groups_;
-  const bool sorted_;                             // the groups come in order of their times; else all count as 0
-  Pass pass_ = C::Cluster > 1 ? kSurvey : kTake;  // narrow tiles have one extent
+  const bool sorted_;                // the groups come in order of their times; else all count as 0
+  bool surveying_ = C::Cluster > 1;  // narrow tiles have one extent
   int tile_q_ = C::TileQ;
   int surveyed_ = 0;
-  int time_ = sorted_ ? INT32_MAX : 0;                      // of the tiles that this pass takes
-  int longest_ = -1, shortest_ = INT32_MAX;                 // of all tiles but empty ones, if sorted
+  int time_ = sorted_ ? INT32_MAX : 0;                      // of the tiles that this pass takes; no tile's at first
   int next_time_ = -1;                                      // the longest below, of the groups that this pass has seen
   int window_ = -32, window_begin_ = 0, window_tiles_ = 0;  // first group, number of its first tile, tiles
   int last_end_ = 0;                                        // of the window before
@@ -356,9 +352,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
   for (int pos = 0; ends < 2; ++pos) {
     const int slot = pos % kTileRing;
     shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
-    if (pos > 0 && ends == 0 && finder.equal()) {
-      t += clusters;
-    } else if (pos > 0 && ends == 0) {
+    if (pos > 0 && ends == 0) {
       if (leader) {
         if (pos == 1) {
           cutlass::arch::wait_on_dependent_grids();
