@@ -2,7 +2,8 @@
 """Times what surrounds the products of an MoE layer against a copy of as many bytes, and gmm.nn.GroupedExperts.
 
 The experts' peers are the same layer on torch._grouped_mm: "torch products" with gmm.moe around them, "torch" with
-torch's own elementwise operations, sort and gathers.
+torch's own elementwise operations, sort and gathers. With transformers 5 installed its experts module of Qwen3-MoE is
+timed, too, on gmm's implementation and on its own two.
 
     python benchmarks/bench_moe_ops.py [--model NAME,...] [--quick] [--out results.json]
 """
@@ -13,6 +14,8 @@ import argparse
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +25,7 @@ from timing import Call, Row, burst_ms, interleaved, machine, measure_ceilings, 
 from torch import Tensor
 
 import gmm
+import gmm.integrations.transformers
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "moe_ops.json"
 TOLERANCE = 2e-2  # relative norm; every intermediate value is rounded to bf16
@@ -91,12 +95,15 @@ def check(o: Operands, methods: tuple[str, ...] = METHODS) -> None:
     """Each method against the last. Raises RuntimeError where they differ."""
     right = step(o, methods[-1])
     for method in methods[:-1]:
-        for name, got, wanted in zip(
-            ("output", *Operands._fields[:1], "weights", "gate_up", "down"), step(o, method), right
-        ):
-            error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
-            if not error <= TOLERANCE:
-                raise RuntimeError(f"{method}, {name}: relative error {error:.1e}, at most {TOLERANCE} expected")
+        check_close(method, step(o, method), right)
+
+
+def check_close(method: str, results: list[Tensor], right: list[Tensor]) -> None:
+    """The output and the gradients in the order of step()."""
+    for name, got, wanted in zip(("output", "x", "weights", "gate_up", "down"), results, right, strict=True):
+        error = ((got.float() - wanted.float()).norm() / wanted.float().norm()).item()
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"{method}, {name}: relative error {error:.1e}, at most {TOLERANCE} expected")
 
 
 def ops(o: Operands) -> dict[str, tuple[Callable[[], Any], int]]:
@@ -119,6 +126,52 @@ def ops(o: Operands) -> dict[str, tuple[Callable[[], Any], int]]:
         "permute_weights": (lambda: gmm.moe.permute_weights(weights, row_map), 3 * weights.nbytes),
         "activation": (lambda: torch.ops.gmm.moe_activation(h, None, *options), h.nbytes + d.nbytes),
         "activation backward": (lambda: backward(d, h, None, *options), 2 * h.nbytes + d.nbytes),
+    }
+
+
+def hugging_face(model: Model, device: str) -> dict[str, Callable[[], list[Tensor]]]:
+    """The output and all gradients of transformers' Qwen3MoeExperts by experts_implementation; of none without it."""
+    try:
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+        gmm.integrations.transformers.register()
+    except ImportError:
+        return {}
+    config = Qwen3MoeConfig(
+        hidden_size=model.hidden,
+        moe_intermediate_size=model.intermediate,
+        num_experts=model.experts,
+        num_experts_per_tok=model.top_k,
+    )
+    o = make_operands(model, device)
+    experts = Qwen3MoeExperts(config).to(device, torch.bfloat16)
+    experts.gate_up_proj, experts.down_proj = torch.nn.Parameter(o.gate_up), torch.nn.Parameter(o.down)
+    leaves = (o.x, o.weights, experts.gate_up_proj, experts.down_proj)
+
+    def run(implementation: str) -> list[Tensor]:
+        config._experts_implementation = implementation
+        y = experts(o.x, o.index, o.weights)
+        return [y, *torch.autograd.grad(y, leaves, o.dy)]
+
+    return {name: partial(run, name) for name in ("gmm", "grouped_mm", "eager")}
+
+
+def time_hugging_face(name: str, model: Model, seconds: float) -> Row | None:
+    """Milliseconds and memory of each implementation, checked against the eager one."""
+    steps = hugging_face(model, "cuda")
+    if not steps:
+        return None
+    right = steps["eager"]()
+    for implementation in ("gmm", "grouped_mm"):
+        check_close(implementation, steps[implementation](), right)
+    del right
+    ms = interleaved(dict(steps), burst_ms, rounds=3, seconds=seconds)
+    return {
+        "model": name,
+        "transformers": version("transformers"),
+        "ms": {method: round(value, 3) for method, value in ms.items()},
+        "peak_gib": {method: round(peak_gib(call), 2) for method, call in steps.items()},
     }
 
 
@@ -164,6 +217,10 @@ def print_results(results: dict[str, Any]) -> None:
         *(f"{m}, GiB" for m in METHODS),
     ]
     print_table("Permute, experts, unpermute: forward and backward", header, cells, width=200)
+    if hf := results["hugging_face"]:
+        header = [f"{method}, {unit}" for unit in ("ms", "GiB") for method in hf["ms"]]
+        cells = [[f"{value:.2f}" for unit in ("ms", "peak_gib") for value in hf[unit].values()]]
+        print_table(f"transformers {hf['transformers']}: Qwen3MoeExperts, {hf['model']}", header, cells, width=200)
 
 
 def main() -> int:
@@ -186,7 +243,8 @@ def main() -> int:
         rows.append(time_model(name, MODELS[name], options.seconds / (3 if options.quick else 1), ceilings.copy))
         torch.cuda.empty_cache()
     progress(len(names), len(names), "")
-    results = {**machine(), "copy_tb_s": ceilings.copy / 1e12, "rows": rows}
+    hf = time_hugging_face("Qwen3-30B", MODELS["Qwen3-30B"], options.seconds) if "Qwen3-30B" in names else None
+    results = {**machine(), "copy_tb_s": ceilings.copy / 1e12, "rows": rows, "hugging_face": hf}
     print_results(results)
     save(results, options.out)
     return 0

@@ -24,6 +24,13 @@ def test_layers_agree(monkeypatch: pytest.MonkeyPatch) -> None:
         bench_moe_ops.check(operands)
 
 
+def test_hugging_face() -> None:
+    pytest.importorskip("transformers", minversion="5")
+    torch.manual_seed(0)
+    steps = bench_moe_ops.hugging_face(MODEL, "cpu")
+    bench_moe_ops.check_close("gmm", steps["gmm"](), steps["eager"]())
+
+
 def test_bytes() -> None:
     ops = bench_moe_ops.ops(bench_moe_ops.make_operands(MODEL, "cpu"))
     for call, _ in ops.values():

@@ -1,7 +1,9 @@
 // The descriptor-array kernel: D = A @ B for the groups of a call, persistent, warp-specialised, pingpong. A CTA is
 //   warps 0, 2            producers: TMA loads of P and of Q into a ring of stages (load.cuh)
 //   warp 1                scheduler: finds the next tile and hands it to the others (schedule.cuh)
-//   warp 3                loads D, where it is added to in registers (load.cuh)
+//   warp 3                runs the scheduler's code up to the first tile ahead of it: what runs once costs most in
+//   being
+//                         fetched (0.7 us of a call on an H200); loads D, where it is added to in registers (load.cuh)
 //   warpgroups 1 and 2    take turns; one multiplies (multiply.cuh) while the other stores its tile (store.cuh)
 // Two CTAs of a cluster take neighbouring tiles of P and share Q by multicast.
 #pragma once
@@ -12,14 +14,14 @@
 namespace gmm::sm90::descriptor_array {
 
 template <class C, class Params>
-CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank) {
+CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, bool rehearses) {
   if (params.ragged.offs) {
-    cutlass::arch::wait_on_dependent_grids();  // an earlier kernel may have written the offsets
-    RaggedFinder<C, Params> finder(params);
-    schedule(params, shared, rank, finder);
+    if (!rehearses) cutlass::arch::wait_on_dependent_grids();  // an earlier kernel may have written the offsets
+    RaggedFinder<C, Params> finder(params, rehearses);
+    schedule(params, shared, rank, finder, rehearses);
   } else {
     ListFinder<C, Params> finder(params);
-    schedule(params, shared, rank, finder);
+    schedule(params, shared, rank, finder, rehearses);
   }
 }
 
@@ -31,22 +33,20 @@ __global__ void __launch_bounds__(C::kThreads, 1) kernel(const __grid_constant__
   const int rank = C::Cluster > 1 ? block_rank_in_cluster() : 0;
   if (threadIdx.x == 32) prefetch_maps(params, 0);  // on their way while the barriers are set up
   if (threadIdx.x == 0) shared.init_barriers();
-  if constexpr (C::Cluster > 1) {
-    cluster_arrive_relaxed();
-    cluster_wait();
-  } else {
-    __syncthreads();
-  }
+  cluster_arrive_relaxed();
+  const bool rehearses = warp == 3;
+  if (!rehearses) cluster_wait();
 
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (warp == 1) schedule(params, shared, rank);
+    cutlass::arch::warpgroup_reg_dealloc<C::kFewRegisters>();
+    if (warp == 1 || rehearses) schedule(params, shared, rank, rehearses);
+    if (rehearses) cluster_wait();
     if (threadIdx.x == 0) produce<C, true>(params, shared, rank);
     if (threadIdx.x == 64) produce<C, false>(params, shared, rank);
     if constexpr (C::kLoadsD)
       if (threadIdx.x == 96) load_d(params, shared);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<C::kManyRegisters>();
     consume(params, shared, warpgroup - 1);
   }
   if constexpr (C::Cluster > 1) {  // a CTA may not leave while its neighbour still multicasts into it

@@ -151,8 +151,9 @@ class ListFinder {
 template <class C, class Params>
 class RaggedFinder {
  public:
-  CUTLASS_DEVICE explicit RaggedFinder(const Params &params)
+  CUTLASS_DEVICE RaggedFinder(const Params &params, bool rehearses)
       : params_(params),
+        rehearses_(rehearses),
         ragged_(params.ragged),
         groups_(params.groups + (!C::kTokensInK && !params.accumulate)),
         sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups) {}
@@ -203,9 +204,10 @@ class RaggedFinder {
     return true;
   }
 
-  // The end of group g, and with tokens in rows, of the rows after all groups; not yet clamped to the ends before.
+  // The end of group g, and with tokens in rows, of the rows after all groups; not yet clamped to the ends before. In a
+  // rehearsal the first group has all tokens.
   CUTLASS_DEVICE int end_of(int g) const {
-    if (g >= params_.groups) return ragged_.total;
+    if (g >= params_.groups || rehearses_) return ragged_.total;
     const int64_t end = ragged_.offs_int64 ? __ldg(static_cast<const long long *>(ragged_.offs) + g)
                                            : __ldg(static_cast<const int *>(ragged_.offs) + g);
     return int(max(int64_t(0), min(end, int64_t(ragged_.total))));
@@ -306,6 +308,7 @@ class RaggedFinder {
   }
 
   const Params &params_;
+  const bool rehearses_;
   const RaggedGroups &ragged_;
   const int groups_;
   const bool sorted_;                // the groups come in order of their times; else all count as 0
@@ -341,8 +344,9 @@ CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter,
   return ticket;
 }
 
+// A rehearsal ends where the first tile is found.
 template <class C, class Params, class Finder>
-CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder) {
+CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder, bool rehearses) {
   const bool leader = threadIdx.x % 32 == 0;
   const int clusters = gridDim.x / C::Cluster;
   Counter counter(params.counter);
@@ -351,7 +355,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
   int ends = 0;  // each warpgroup gets its own
   for (int pos = 0; ends < 2; ++pos) {
     const int slot = pos % kTileRing;
-    shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
+    if (!rehearses) shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
     if (pos > 0 && ends == 0) {
       if (leader) {
         if (pos == 1) {
@@ -372,6 +376,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
       group = tile.group;
       if (leader) prefetch_maps(params, group);
     }
+    if (rehearses) return;
     tile.k_blocks_before = k_blocks;
     k_blocks += tile.k_blocks();
     if (leader) {
