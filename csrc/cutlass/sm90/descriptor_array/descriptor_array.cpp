@@ -129,19 +129,20 @@ class Batch {
 
   // The groups whose tiles take longest first, and the numbers of tiles (see schedule.cuh).
   void order_shapes() {
-    const auto time = [&](const GroupShape &shape) {
+    const auto time = [&](const GroupShape &shape) -> int64_t {
       if (launch_.tokens_in_k()) return shape.k;
       const int m_tiles = (shape.m + launch_.tile_q - 1) / launch_.tile_q;
-      return (shape.m + m_tiles - 1) / m_tiles;
+      return int64_t((shape.m + m_tiles - 1) / m_tiles) * shape.k;
     };
+    constexpr int64_t kMaxTime = int64_t(1) << 47;
     uint64_t order[kLarge.groups];  // time and index: sorts as one number, equal times in the caller's order
     const int groups = params_.groups;
-    for (int i = 0; i < groups; ++i) order[i] = uint64_t(INT32_MAX - time(params_.shapes[i])) << 32 | i;
+    for (int i = 0; i < groups; ++i) order[i] = uint64_t(kMaxTime - time(params_.shapes[i])) << 16 | i;
     if (!std::is_sorted(order, order + groups)) {
       std::sort(order, order + groups);
       GroupShape shapes[kLarge.groups];
       std::copy_n(params_.shapes, groups, shapes);
-      for (int i = 0; i < groups; ++i) params_.shapes[i] = shapes[uint32_t(order[i])];
+      for (int i = 0; i < groups; ++i) params_.shapes[i] = shapes[uint16_t(order[i])];
     }
     int64_t tiles = 0;
     for (int i = 0; i < groups; ++i) params_.shapes[i].tiles_end = int(tiles += cluster_tiles(params_.shapes[i]));

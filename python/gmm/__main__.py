@@ -1,0 +1,7 @@
+"""python -m gmm: see gmm.cli."""
+
+import sys
+
+from gmm.cli import main
+
+sys.exit(main())
