@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -90,9 +91,41 @@ def host() -> str:
     return "\n".join(lines) + "\n"
 
 
+def layers() -> str:
+    """Markdown of whole MoE layers, and of Hugging Face's experts."""
+    results = json.loads((RESULTS / "moe_ops.json").read_text())
+    names = {
+        "gmm": "gmm",
+        "torch products": "the products by `torch._grouped_mm`",
+        "torch": "torch's operations alone",
+    }
+    lines = [
+        f"Permute, gate and up, SwiGLU, down, unpermute, forward and backward, bf16; milliseconds, and GiB at the peak "
+        f"({results['gpu']}, torch {results['torch']}, {results['date']}). Permute and unpermute run at "
+        f"{of_copy(results['rows'])} % of a copy's bandwidth.",
+        "",
+        f"| layer | {' | '.join(names.values())} |",
+        "|---" * (1 + len(names)) + "|",
+    ]
+    for row in results["rows"]:
+        cells = [f"{row['layer_ms'][m]:.2f} ({row['peak_gib'][m]:.2f})" for m in names]
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    if hf := results["hugging_face"]:
+        cells = [f'`"{m}"` {hf["ms"][m]:.2f} ms, {hf["peak_gib"][m]:.2f} GiB' for m in hf["ms"]]
+        lines += ["", f"`Qwen3MoeExperts` of transformers {hf['transformers']} at {hf['model']}'s size, by "
+                  f"`experts_implementation`: {'; '.join(cells)}."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def of_copy(rows: list[dict[str, Any]]) -> str:
+    """The least and the greatest share of the ops that only move rows, in percent."""
+    shares = [100 * row["of_copy"][op] for row in rows for op in ("permute", "unpermute", "unpermute, weighted")]
+    return f"{min(shares):.0f} to {max(shares):.0f}"
+
+
 def figures() -> str:
     """Markdown of all tables."""
-    return f"### Lists\n\n{lists()}\n### `grouped_mm`\n\n{ragged()}\n{host()}"
+    return f"### Lists\n\n{lists()}\n### `grouped_mm`\n\n{ragged()}\n{host()}\n### Layers\n\n{layers()}"
 
 
 def updated(readme: str) -> str:

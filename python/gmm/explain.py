@@ -37,11 +37,19 @@ def explain(
         gmm.explain((65536, 2048), (128, 1536, 2048), trans_b=True, sm=90)
 
     Args:
-        a, b, d, bias: as in multi_tensor_gemm; each list holds tensors, on any device, or shapes of contiguous tensors
-            (stored shapes: [K, M] with trans_a). Or tensors and shapes as in grouped_mm, whose out is d.
+        a: as in multi_tensor_gemm; each list holds tensors, on any device, or shapes of contiguous tensors (stored
+            shapes: [K, M] with trans_a). Or a tensor or shape as in grouped_mm.
+        b: likewise.
+        d: likewise; grouped_mm's out.
+        bias: likewise.
         offs: as in grouped_mm, or its shape; where a or b has a group dimension it may be left out.
-        trans_a, trans_b, accumulate, out_dtype, sm_margin, backend: as in multi_tensor_gemm.
+        trans_a: as in multi_tensor_gemm, and so are the next five.
+        trans_b: whether op(b) is b transposed.
+        accumulate: whether d is added to.
         dtype: of a and b where they are shapes. d and bias are then of out_dtype.
+        out_dtype: of d; None: of a.
+        sm_margin: SMs to leave to other kernels.
+        backend: "auto" or the one to ask for; None: what use_backend() or GMM_BACKEND says.
         sm: compute capability to plan for, major * 10 + minor: 90 for H100 and H200. None: the device of the tensors;
             for shapes and meta tensors the current CUDA device, or the CPU on a machine without.
         sm_count: its multiprocessors; None: typical for that architecture. Only with sm.
@@ -51,7 +59,10 @@ def explain(
         offset.
 
     Raises:
-        As multi_tensor_gemm, when it would. Does not synchronise.
+        ValueError: as the call would; sm_count without sm.
+        RuntimeError: as the call would, where the backend that was asked for cannot take it.
+
+    Does not synchronise.
     """
     if sm is None and sm_count is not None:
         raise ValueError(f"sm_count: expected None without sm, got {sm_count}")

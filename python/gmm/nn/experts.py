@@ -77,8 +77,10 @@ class GroupedExperts(nn.Module):
 
         Args:
             x: [R, H] tokens by expert, as gmm.moe.permute() gives them.
-            m_splits, is_first_microbatch, offs: as of GroupedLinear.forward(). Rows after the last group give zeros.
+            m_splits: sizes of the groups, as of GroupedLinear.forward(). Rows after the last group give zeros.
             weights: [R] routing weights, as gmm.moe.permute_weights() gives them; None: all are 1.
+            is_first_microbatch: as of GroupedLinear.forward().
+            offs: ends of the groups, in place of m_splits.
 
         Returns:
             [R, H].

@@ -33,7 +33,8 @@ class GroupedLinear(nn.Module):
             arbitrary values for hooks to fire, zeros with zero_out_wgrad). Without the second the weight gets no grad.
         delay_wgrad_compute: backward leaves the gradients of weights to backward_dw().
         sm_margin: SMs to leave to other kernels, such as communication; on backends that can.
-        device, dtype: of the parameters. With device="meta" they have no memory: to_empty() and reset_parameters().
+        device: of the parameters. On "meta" they have no memory: to_empty() and reset_parameters().
+        dtype: of the parameters.
 
     Under torch.autocast it computes in autocast's dtype. Compiles with fullgraph=True, but with
     fuse_wgrad_accumulation or delay_wgrad_compute, which run outside of compiled code.

@@ -28,8 +28,12 @@ def autotune(
     compile.
 
     Args:
-        a, b, offs, accumulate, allow_tf32: as in grouped_mm.
+        a: as in grouped_mm.
+        b: as in grouped_mm.
+        offs: as in grouped_mm.
         out_dtype: of out; the dtype of a by default.
+        accumulate: whether out is added to.
+        allow_tf32: whether fp32 operands may be rounded to TF32.
 
     Returns:
         The fastest tile.
