@@ -61,7 +61,7 @@ wheel: dev
 # The API reference and the pages of docs/, into build/site. Needs neither torch nor a build.
 docs:
 	test -x build/docs-venv/bin/mkdocs || $(PYTHON) -m venv build/docs-venv
-	build/docs-venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]'
+	build/docs-venv/bin/pip install -q mkdocs-material 'mkdocstrings[python]' ruff
 	build/docs-venv/bin/mkdocs build --strict
 
 installed: build $(INSTALLED)

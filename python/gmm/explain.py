@@ -37,19 +37,19 @@ def explain(
         gmm.explain((65536, 2048), (128, 1536, 2048), trans_b=True, sm=90)
 
     Args:
-        a: as in multi_tensor_gemm; each list holds tensors, on any device, or shapes of contiguous tensors (stored
-            shapes: [K, M] with trans_a). Or a tensor or shape as in grouped_mm.
+        a: as in multi_tensor_gemm: a list of tensors, on any device, or of shapes of contiguous tensors (stored shapes:
+            [K, M] with trans_a). Or one of them, as in grouped_mm.
         b: likewise.
-        d: likewise; grouped_mm's out.
+        d: likewise; out of grouped_mm.
         bias: likewise.
         offs: as in grouped_mm, or its shape; where a or b has a group dimension it may be left out.
-        trans_a: as in multi_tensor_gemm, and so are the next five.
-        trans_b: whether op(b) is b transposed.
-        accumulate: whether d is added to.
+        trans_a: as in multi_tensor_gemm. Not with grouped_mm, which takes a transposed view.
+        trans_b: as in either call.
+        accumulate: as in either call; d may be left out.
         dtype: of a and b where they are shapes. d and bias are then of out_dtype.
-        out_dtype: of d; None: of a.
-        sm_margin: SMs to leave to other kernels.
-        backend: "auto" or the one to ask for; None: what use_backend() or GMM_BACKEND says.
+        out_dtype: as in either call.
+        sm_margin: as in either call.
+        backend: as in either call.
         sm: compute capability to plan for, major * 10 + minor: 90 for H100 and H200. None: the device of the tensors;
             for shapes and meta tensors the current CUDA device, or the CPU on a machine without.
         sm_count: its multiprocessors; None: typical for that architecture. Only with sm.
@@ -59,8 +59,8 @@ def explain(
         offset.
 
     Raises:
-        ValueError: as the call would; sm_count without sm.
-        RuntimeError: as the call would, where the backend that was asked for cannot take it.
+        RuntimeError: as the call would: shapes or dtypes contradict; the backend that was asked for cannot take it.
+        ValueError: unknown backend; sm_count without sm; offs with lists; trans_a without.
 
     Does not synchronise.
     """

@@ -48,6 +48,8 @@ def multi_tensor_gemm(
         d: [M, N] each, written and returned; in the dtype of a, or float32. Must not overlap one another, a or b.
             None: new tensors are returned, through which autograd works.
         bias: [N] each, in the dtype of d; added to every row.
+        trans_a: each a is stored [K, M].
+        trans_b: each b is stored [N, K], as torch.nn.Linear keeps its weight.
         accumulate: add to d instead of overwriting it. Without, what d held is never read.
         out_dtype: of the new tensors when d is None; the dtype of a by default. Their gradients are rounded to the
             dtype of a before they are multiplied.

@@ -18,16 +18,27 @@ Operand = Tensor | Sequence[int]  # a tensor, or a shape
 
 @dataclass(frozen=True)
 class Plan:
-    """What a call does. str() makes a readable text of it."""
+    """What a call does. str() makes a readable text of it.
+
+    Attributes:
+        backend: "cutlass", "triton", "cublas" or "reference".
+        kernel: its name, as last_backend() gives it.
+        tile: (M, N, K) that a CTA computes at a time; None where the backend does not say.
+        launches: kernels, or cuBLAS calls.
+        streams: that the work is spread over.
+        workspace_bytes: of device memory, beside the operands.
+        copies: operands copied first, or d copied back after, for want of a leading dimension.
+        reasons: by backend: why it was not chosen; for the chosen one, why it was.
+    """
 
     backend: str
     kernel: str
-    tile: tuple[int, int, int] | None  # of D and K, that a CTA computes at a time
-    launches: int  # kernels, or cuBLAS calls
-    streams: int  # that the work is spread over
+    tile: tuple[int, int, int] | None
+    launches: int
+    streams: int
     workspace_bytes: int
-    copies: int  # operands copied first, or d copied back after, for want of a leading dimension
-    reasons: dict[str, str] = field(hash=False)  # by backend: why it was not chosen; for the chosen one, why it was
+    copies: int
+    reasons: dict[str, str] = field(hash=False)
 
     def __str__(self) -> str:
         def count(n: int, what: str) -> str:

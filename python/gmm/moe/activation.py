@@ -21,7 +21,7 @@ class Kind(NamedTuple):
     shift: float = 0.0
 
 
-KINDS = {
+KINDS: dict[str, Kind] = {
     "swiglu": Kind("silu", True),
     "geglu": Kind("gelu", True),
     "geglu_tanh": Kind("gelu_tanh", True),
@@ -34,6 +34,7 @@ KINDS = {
     "relu2": Kind("relu2", False),
     "identity": Kind("identity", False),
 }
+"""The activations by name, and whether each has a gate; gated_activation has their formulas."""
 
 
 def gated_activation(

@@ -41,7 +41,8 @@ def grouped_mm(
         [G, M, K]   [G, K, N]   [G, M, N]   is one of a batch; offs is None
 
     Args:
-        a, b: bfloat16, float16 or float32, of one dtype; any strides, also overlapping, and any alignment.
+        a: bfloat16, float16 or float32; any strides, also overlapping, and any alignment.
+        b: in the dtype of a, as free in its layout.
         offs: [G], int32 or int64, on the device of a. A value outside of the buffer counts as its nearest end. Where
             they decrease, rows and columns of out may hold the product of another group, or be left as they were:
             programs search their group by halving. Nothing outside of the tensors is read or written.

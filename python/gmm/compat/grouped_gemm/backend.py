@@ -23,6 +23,8 @@ def gmm(
         a: [tokens, K].
         b: [E, K, N]; [E, N, K] with trans_b; [tokens, N] with trans_a, which gives the weights' gradient.
         batch_sizes: [E], integers, on the CPU or on a's device.
+        trans_a: contracts over the rows of a group.
+        trans_b: each b[g] is stored [N, K].
         c: written and returned: [tokens, N], or [E, K, N] with trans_a. None: a new tensor.
 
     Raises:

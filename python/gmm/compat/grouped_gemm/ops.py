@@ -17,6 +17,7 @@ def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Ten
         a: [tokens, K]; bfloat16, as the old package wants it, float16 or float32.
         b: [E, K, N], or [E, N, K] with trans_b.
         batch_sizes: [E], integers, on the CPU, as the old package wants them, or on a's device.
+        trans_b: each b[g] is stored [N, K].
 
     Raises:
         RuntimeError: as backend.ends() and gmm.grouped_mm.
