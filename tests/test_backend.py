@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import gmm
+from gmm.backend import text_of_error
 
 FP32 = torch.float32
 
@@ -146,6 +147,28 @@ print(chosen(backend="cublas"))
 """
     error, other = python(ENVIRONMENT + code, GMM_BACKEND="fast").stdout.splitlines()
     assert all(word in error for word in ("GMM_BACKEND", "'fast'", "cutlass")) and other == "cublas"
+
+
+@pytest.mark.parametrize(
+    "error, text",
+    (
+        (None, ""),
+        (RuntimeError("a: too long"), "a: too long"),
+        (RuntimeError(), "RuntimeError: "),
+        (KeyError("x"), "KeyError: 'x'"),
+    ),
+    ids=repr,
+)
+def test_errors_as_the_ops_pass_them_on(error: Exception | None, text: str) -> None:
+    """csrc/torch takes an empty text for success: no error may become one."""
+    arguments = []
+
+    def function(*args: int, **options: int) -> None:
+        arguments.append((args, options))
+        if error is not None:
+            raise error
+
+    assert text_of_error(function)(1, k=2) == text and arguments == [((1,), {"k": 2})]
 
 
 def test_no_warning_without_need() -> None:

@@ -227,6 +227,16 @@ def test_deterministic_row_32(auto_target: Target) -> None:
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
 
 
+def test_meta_device() -> None:
+    """Sizes that nobody can read, as on a GPU."""
+    experts = GroupedExperts(4, 8, 6, bias=True, device="meta", dtype=BF16)
+    x, sizes = torch.empty(20, 8, device="meta", dtype=BF16), torch.empty(4, device="meta", dtype=torch.int64)
+    for y in (experts(x, sizes), experts(x, offs=sizes)):
+        assert y.is_meta and y.shape == (20, 8) and y.dtype is BF16
+    with pytest.raises(ValueError, match="expected one of them, got both"):
+        experts(x, sizes, offs=sizes)
+
+
 def test_repr_and_errors() -> None:
     experts = GroupedExperts(4, 8, 6, "swiglu_oai", gate_up="interleaved", limit=7.0, device="meta")
     assert "activation=swiglu_oai, interleaved=True, limit=7.0" in repr(experts)

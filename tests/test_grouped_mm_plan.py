@@ -77,6 +77,18 @@ def test_without_a_device() -> None:
     assert gmm.explain(x, w, offs=offs, sm=90, backend="reference").reasons["reference"] == "chosen: asked for"
 
 
+def test_in_tritons_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan is what runs there."""
+    pytest.importorskip("triton")
+    pytest.importorskip("numpy")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    x, w, offs = operands("ragged_m", [6, 20], 0, 16, 24, FP32, torch.device("cpu"))
+    plan = gmm.explain(x, w, offs=offs, backend="triton")
+    gmm.grouped_mm(x, w, offs, backend="triton")
+    assert gmm.last_backend() == f"triton: {plan.kernel}" and plan.tile is not None and plan.launches == 1
+    assert gmm.explain(x, w, offs=offs).backend == "reference"
+
+
 def test_bad_calls() -> None:
     for bad, text in (
         ({"a": (8, 16), "b": (16, 8)}, "offs: expected a tensor"),

@@ -100,7 +100,7 @@ def test_copies_are_counted() -> None:
     call.b[0] = torch.ones(128, 144, dtype=BF16)[:, ::2]
     call.d[1] = torch.ones(128, 64, dtype=BF16).t()
     chosen = gmm.explain(call.a, call.b, call.d, trans_b=True, sm=90)
-    assert (chosen.backend, chosen.copies) == ("cutlass", 3)
+    assert (chosen.backend, chosen.copies) == ("cutlass", 3) and ", 3 contiguous copies\n" in str(chosen)
 
 
 def test_why_the_pointer_array_takes_a_list() -> None:
@@ -272,6 +272,15 @@ def test_cpu_tensors_take_the_reference() -> None:
     assert chosen.backend == "reference"
     assert "CUDA" in chosen.reasons["cutlass"] and "CUDA" in chosen.reasons["cublas"]
     assert gmm.explain(call.a, call.b, trans_b=True, sm=90, backend="reference").backend == "reference"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shapes are then planned for the GPU")
+def test_shapes_on_a_machine_without_a_gpu() -> None:
+    """Both forms take the reference, and say how to plan for a GPU."""
+    for a, b in (([(8, 16)], [(16, 24)]), ((8, 16), (2, 16, 24))):
+        chosen = gmm.explain(a, b)
+        assert chosen.backend == "reference"
+        assert all("sm= plans for another" in chosen.reasons[name] for name in ("cutlass", "cublas"))
 
 
 @pytest.mark.gpu

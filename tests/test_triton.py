@@ -723,6 +723,31 @@ def test_supports(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "cuda:0 is sm75" in str(gmm.triton.supports(torch.device("cuda", 0)))
     launch._supports.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert gmm.triton.supports(torch.device("cuda", 0)) is None
+    launch._supports.cache_clear()
+
+
+def test_public_names(device: torch.device) -> None:
+    """The launch below the checks of gmm.grouped_mm, and tuning, which is imported when it is asked for."""
+    a, b, offs = operands("ragged_m", [9, 9, 20], 0, 24, 16, BF16, device)
+    outs = [torch.full((a.shape[0], 24), NAN, dtype=BF16, device=device) for _ in range(2)]
+    gmm.triton.grouped_mm(a, b, offs, outs[0])
+    launch.run(a, b, offs, outs[1])
+    assert torch.equal(*outs)
+    gmm.triton.grouped_mm(a[:0], b, offs, outs[0][:0])
+    assert gmm.triton.launch_path() == "handle" or gmm.triton.launch_path().startswith("jit: ")
+    assert callable(gmm.triton.autotune)
+    with pytest.raises(AttributeError, match="module 'gmm.triton' has no attribute 'autotuned'"):
+        _ = gmm.triton.autotuned
+
+
+def test_plans_do_not_pile_up(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_plans", {})
+    monkeypatch.setattr(launch, "_MOST_PLANS", 3)
+    for n in range(1, 6):
+        check(*operands("ragged_m", [2, 4], 0, n, 8, FP32, device))
+        assert 1 <= len(launch._plans) <= 3
 
 
 def test_works_without_triton(python: Callable[..., Any]) -> None:
