@@ -95,7 +95,8 @@ sanitize: dev
 soak: dev
 	GMM_TEST_SOAK=$(or $(SOAK_SECONDS),600) $(PY) -m pytest -s tests/test_stress.py --timeout 3600
 
-# What the tests run of the Python code, lines and branches apart, and tests/c of the core's host part.
+# What the tests run of the Python code, lines and branches apart, and tests/c of the core's host part
+# (what needs CUDA, the run itself and the fills, is not compiled here).
 coverage: dev build/coverage/plan build/coverage/fuzz
 	rm -f .coverage .coverage.*
 	$(PY) -m coverage run -m pytest $(PYTEST_ARGS)
