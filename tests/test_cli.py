@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -34,10 +35,30 @@ def test_module_runs() -> None:
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = run(capsys, "info")
-    assert status == 0 and f"gmm           {gmm.__version__}" in out and gmm.build_info()["compiler"] in out
-    for form in ("gmm.grouped_mm", "gmm.multi_tensor_gemm"):
-        assert f"Backends of {form} on {'cuda:0' if torch.cuda.is_available() else 'cpu'}" in out
-    assert "it takes the tensors of grouped_mm, not lists" in out  # triton
+    assert (
+        status == 0
+        and re.search(rf"^gmm +{gmm.__version__}$", out, re.MULTILINE)
+        and gmm.build_info()["compiler"] in out
+    )
+    assert f"Backends on {'cuda:0' if torch.cuda.is_available() else 'cpu'}" in out
+    works = re.findall(r"^(cutlass|triton|cublas|reference) +(grouped_mm|lists) +(yes|no) +(.+)$", out, re.MULTILINE)
+    assert len(works) >= 8 and ("reference", "lists", "yes", "reference: torch.mm") in works
+    assert ("triton", "lists", "no", "it takes the tensors of grouped_mm, not lists") in works
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_info_finds_what_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    right = gmm.grouped_mm
+
+    def broken(*args: Any, **options: Any) -> torch.Tensor:
+        if fault == "raises" and options["backend"] == "reference":
+            raise RuntimeError("CUDA error: no kernel image\nmore of it")
+        return right(*args, **options) + 1
+
+    monkeypatch.setattr(gmm, "grouped_mm", broken)
+    status, out, _ = run(capsys, "info")
+    reason = "reference: torch.mm: wrong values" if fault == "wrong" else "CUDA error: no kernel image"
+    assert status == 1 and re.search(f"reference +grouped_mm +FAILS +{reason}$", out, re.MULTILINE)
 
 
 EXPLAINED = {

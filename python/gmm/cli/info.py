@@ -1,8 +1,12 @@
-"""Versions, GPUs, what was built, and which backends work here and why the others do not."""
+"""Versions, GPUs, what was built, and which backends work here and why the others do not.
+
+Each backend is given a small call; exit status 1 where one fails that should work.
+"""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib.metadata
 import platform
 
@@ -11,10 +15,7 @@ import torch
 import gmm
 from gmm.cli.output import print_table
 
-_FORMS = {  # of a call, by what it is written as
-    "gmm.grouped_mm": ((256, 128), (4, 128, 256)),
-    "gmm.multi_tensor_gemm": ([(64, 128)] * 4, [(128, 256)] * 4),
-}
+_BACKENDS = ("cutlass", "triton", "cublas", "reference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +29,15 @@ def run(options: argparse.Namespace) -> int:
     rows = []
     for device in devices:
         of = torch.cuda.get_device_properties(device)
-        rows.append((str(device), of.name, f"sm_{of.major}{of.minor}", f"{of.multi_processor_count} SMs", gib(of)))
+        memory = f"{of.total_memory / 2**30:.0f} GiB"
+        rows.append((str(device), of.name, f"sm_{of.major}{of.minor}", f"{of.multi_processor_count} SMs", memory))
     print_table("GPUs", ("device", "name", "architecture", "size", "memory"), rows or [("none", "", "", "", "")])
+    works = []
     for device in devices or [torch.device("cpu")]:
-        for form, why in backends(device).items():
-            print_table(f"Backends of {form} on {device}, bf16", ("backend", "works", "why"), why)
-    return 0
-
-
-def gib(of: torch.cuda._CudaDeviceProperties) -> str:
-    return f"{of.total_memory / 2**30:.0f} GiB"
+        calls = [(name, call, *probe(name, call, device)) for name in _BACKENDS for call in ("grouped_mm", "lists")]
+        print_table(f"Backends on {device}", ("backend", "call", "works", "what ran, or why not"), calls)
+        works += [row[2] for row in calls]
+    return int("FAILS" in works)
 
 
 def versions() -> dict[str, str]:
@@ -49,25 +49,36 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "not installed"
     found["torch's CUDA"] = str(torch.version.cuda or "none")
+    found["NVIDIA driver"] = driver()
     return found
 
 
-def backends(device: torch.device) -> dict[str, list[tuple[str, str, str]]]:
-    """By form of a call: each backend, whether it takes an ordinary call on the device, and why not or what runs."""
-    rows: dict[str, list[tuple[str, str, str]]] = {}
-    for form, (a, b) in _FORMS.items():
-        rows[form] = []
-        for name in ("cutlass", "triton", "cublas", "reference"):
-            try:
-                plan = gmm.explain(_on(device, a), _on(device, b), backend=name)
-                rows[form].append((name, "yes", plan.kernel))
-            except (RuntimeError, ValueError) as error:
-                reason = str(error).removeprefix(f"backend {name!r} cannot take this call: ")
-                rows[form].append((name, "no", reason.splitlines()[0]))
-    return rows
+def driver() -> str:
+    """Its version, from NVIDIA's management library."""
+    text = ctypes.create_string_buffer(80)  # as long as nvml.h says
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        found = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
+    except (OSError, AttributeError):
+        found = False
+    return text.value.decode() if found else "not found"
 
 
-def _on(device: torch.device, shapes):  # type: ignore[no-untyped-def]  # of lists lists, of a shape a tensor
-    if isinstance(shapes, list):
-        return [_on(device, shape) for shape in shapes]
-    return torch.empty(shapes, dtype=torch.bfloat16, device=device)
+def probe(backend: str, call: str, device: torch.device) -> tuple[str, str]:
+    """Whether the backend takes a small call and gets through, and the kernel or the reason."""
+    has_bf16 = device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
+    dtype = torch.bfloat16 if has_bf16 else torch.float16
+    a, b = (torch.ones(shape, dtype=dtype, device=device) for shape in ((64, 128), (4, 128, 64)))
+    offs = torch.tensor([16, 16, 40, 64], dtype=torch.int32, device=device)
+    try:
+        if call == "grouped_mm":
+            result = gmm.grouped_mm(a, b, offs, backend=backend)
+        else:
+            result = torch.cat(gmm.multi_tensor_gemm(a.split([16, 0, 24, 24]), b.unbind(), backend=backend))
+        if not bool((result == 128).all()):  # waits for the kernel
+            return "FAILS", f"{gmm.last_backend()}: wrong values"
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        refusal = f"backend {backend!r} cannot take this call: "
+        return ("no", reason.removeprefix(refusal)) if reason.startswith(refusal) else ("FAILS", reason)
+    return "yes", gmm.last_backend()

@@ -141,6 +141,7 @@ def of_bound(result: Tensor, a: Tensor, b: Tensor, before: Tensor | None = None)
     exact, scale = a.double() @ b.double(), a.double().abs() @ b.double().abs()
     if before is not None:
         exact, scale = exact + before, scale + before.double().abs()
-    bound = _ROUNDING[result.dtype] * exact.abs() + math.sqrt(a.shape[1]) * 2.0**-22 * scale + 2.0**-24
+    least = torch.finfo(result.dtype).tiny * torch.finfo(result.dtype).eps  # its smallest number
+    bound = _ROUNDING[result.dtype] * exact.abs() + math.sqrt(a.shape[1]) * 2.0**-22 * scale + least
     ratio = (result.double() - exact).abs() / bound
     return ratio.nan_to_num(math.inf, math.inf).max().item()
