@@ -39,8 +39,8 @@ struct Config {
   static constexpr bool kTokensInK = TokensInK, kPMajorK = PMajorK;
   static constexpr int TileP = TileP_, TileQ = TileQ_, Stages = Stages_, Cluster = Cluster_, Chunks = Chunks_;
   static constexpr int kThreads = 384;
-  // Registers of a thread of the first warpgroup, whose scheduler needs more than 40, and of the others; where D is
-  // loaded, they need more than 224.
+  // Registers of a thread of the first warpgroup, whose scheduler spills with 40, and of the others, which spill with
+  // 224 where D is loaded.
   static constexpr int kFewRegisters = Accumulates ? 40 : 56, kManyRegisters = Accumulates ? 232 : 224;
   static constexpr int kMmas = TileP / 64;  // wgmmas side by side in a warpgroup
   // How an accumulating call adds to D in registers, so that the sum is rounded once: a warp brings D (tokens in K,

@@ -1,7 +1,7 @@
 // The descriptor-array kernel: D = A @ B for the groups of a call, persistent, warp-specialised, pingpong. A CTA is
 //   warps 0, 2            producers: TMA loads of P and of Q into a ring of stages (load.cuh)
 //   warp 1                scheduler: finds the next tile and hands it to the others (schedule.cuh)
-//   warp 3                runs the scheduler's way to the first tile ahead of it, since code that runs once costs most in
+//   warp 3                runs the scheduler's way to the first tile ahead of it, as code that runs once costs most in
 //                         being fetched (0.7 us of a call, H200); then loads D, where it is added to in registers
 //   warpgroups 1 and 2    take turns; one multiplies (multiply.cuh) while the other stores its tile (store.cuh)
 // Two CTAs of a cluster take neighbouring tiles of P and share Q by multicast.
