@@ -108,6 +108,21 @@ def test_counter_of_tiles_in_dirty_memory(form: str) -> None:
         assert all(torch.equal(first, out) for out in (*outs, captured))
 
 
+@pytest.mark.parametrize("k", (8184, 8200))
+@pytest.mark.parametrize("columns", (264, 392))  # three tiles, of which one has no neighbour, and four
+def test_rows_along_a_long_k(columns: int, k: int) -> None:
+    """From K = 8192 on CUTLASS takes the longer tiles of a group before the shorter ones: no row is left out, and both
+    forms give the same bits."""
+    require("cutlass")
+    counts = [2500, 0, 1000, 30, 200]  # tiles of one length alone, and of two
+    x, w, offs = operands("ragged_m", ends_of(counts), 0, columns, k, BF16, CUDA)
+    for weights in (w, w.mT.contiguous().mT):
+        ragged = run(x, weights, offs, "cutlass")
+        outs, _ = guarded_out(x, weights, offs, BF16, False)
+        gmm.multi_tensor_gemm(x.split(counts), weights.unbind(), outs.split(counts), backend="cutlass")
+        assert ragged is not None and torch.equal(ragged, outs)
+
+
 @pytest.mark.parametrize("columns", (8, 64, 128, 136, 192, 200, 256, 320, 448, 2048))
 @pytest.mark.parametrize(("dtype", "accumulate"), ((BF16, False), (FP32, False), (FP32, True), (BF16, True)), ids=str)
 def test_columns_of_weight_gradients(columns: int, dtype: torch.dtype, accumulate: bool) -> None:
