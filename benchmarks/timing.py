@@ -8,7 +8,6 @@ import os
 import platform
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import gmm
+from gmm.cli.info import driver
 
 Row = dict[str, Any]
 Call = Callable[[], object]
@@ -113,15 +113,10 @@ def measure_ceilings(seconds: float) -> Ceilings:
 
 def machine() -> dict[str, str]:
     """What the figures depend on."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        driver = "unknown"
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
+        "driver": driver(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import gmm
 from gmm.cli.output import print_table, track
-from gmm.cli.selftest import of_bound
+from gmm.cli.selftest import exact_product, of_bound
 
 DTYPE = torch.bfloat16
 EXPERTS, TOP_K = 8, 2
@@ -155,12 +155,11 @@ def check_call(
     error = largest = torch.zeros((), dtype=torch.float64, device=a[0].device)
     worst = 0.0
     for i in (i for i, t in enumerate(d) if t.numel()):
-        before = start[i] if accumulate else None
-        exact = left[i].double() @ right[i].double() + (0 if before is None else before)
+        exact, scale = exact_product(left[i], right[i], start[i] if accumulate else None)
         largest = largest.maximum(exact.abs().amax())
         for result in (results[i], *from_autograd[i : i + 1]):
             error = error.maximum((result - exact).abs().amax())
-            worst = max(worst, of_bound(result, left[i], right[i], before))
+            worst = max(worst, of_bound(result, exact, scale, left[i].shape[1]))
     return Row(name, ran, seconds, flops / seconds / 1e12, (error / largest).item(), worst)
 
 

@@ -13,9 +13,8 @@ import platform
 import torch
 
 import gmm
+from gmm.backend import BACKENDS
 from gmm.cli.output import print_table
-
-_BACKENDS = ("cutlass", "triton", "cublas", "reference")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     print_table("GPUs", ("device", "name", "architecture", "size", "memory"), rows or [("none", "", "", "", "")])
     works = []
     for device in devices or [torch.device("cpu")]:
-        calls = [(name, call, *probe(name, call, device)) for name in _BACKENDS for call in ("grouped_mm", "lists")]
+        calls = [(name, call, *probe(name, call, device)) for name in BACKENDS[1:] for call in ("grouped_mm", "lists")]
         print_table(f"Backends on {device}", ("backend", "call", "works", "what ran, or why not"), calls)
         works += [row[2] for row in calls]
     return int("FAILS" in works)
@@ -61,7 +60,7 @@ def driver() -> str:
         found = nvml.nvmlInit_v2() == 0 and nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
     except (OSError, AttributeError):
         found = False
-    return text.value.decode() if found else "not found"
+    return text.value.decode() if found else "unknown"
 
 
 def probe(backend: str, call: str, device: torch.device) -> tuple[str, str]:
