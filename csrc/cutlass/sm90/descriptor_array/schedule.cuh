@@ -15,13 +15,8 @@ constexpr int kBandTiles = 12;
 constexpr int kLongK = 8192;  // tokens in rows: a tile reads more of an operand than the L2 keeps for its neighbours
 constexpr int kMaxSortedGroups = 1024;  // a pass over more would take longer than a tile
 
-// a / b, b > 0. The first tile waits for a chain of these: 6 instructions each, where `/` has 20.
-CUTLASS_DEVICE int divide(int a, int b) {
-  int quotient = int(__fdividef(float(a), float(b))), rest = a - quotient * b;
-  while (rest >= b) ++quotient, rest -= b;
-  while (rest < 0) --quotient, rest += b;
-  return quotient;
-}
+// a / b, a >= 0, b > 0. The first tile waits for a chain of these, and a signed division takes longer.
+CUTLASS_DEVICE int divide(int a, int b) { return unsigned(a) / unsigned(b); }
 
 CUTLASS_DEVICE int ceil_divide(int a, int b) { return divide(a + b - 1, b); }
 
@@ -29,6 +24,7 @@ CUTLASS_DEVICE int ceil_divide(int a, int b) { return divide(a + b - 1, b); }
 struct Place {
   int group;
   int begin, end;  // tokens: rows of the map of D, or with tokens in K, of A and B
+  int q_tiles;     // of the group
   int tile;
 };
 
@@ -68,10 +64,9 @@ struct RowCut {
 };
 
 template <class C>
-CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q, int rank) {
-  const int size = place.end - place.begin;
+CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int rank) {
+  const int size = place.end - place.begin, q_tiles = place.q_tiles;
   const int p_tiles = ((C::kTokensInK ? m : n) + C::TileP - 1) / C::TileP;
-  const int q_tiles = q_tiles_of<C>(C::kTokensInK ? n : size, tile_q);
   const int pairs = p_tiles / C::Cluster;  // p tiles are taken Cluster at a time
   int i = place.tile, p, q;
   Tile tile{};
@@ -86,11 +81,15 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int tile_q
       else
         first = longer, count -= longer, i -= longer * pairs;
     }
-    const int bands = (count + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(count, bands);
-    const int band = divide(i, band_tiles * pairs), height = min(band_tiles, count - band * band_tiles);
-    i -= band * band_tiles * pairs;
-    const int column = divide(i, height);
-    q = first + band * band_tiles + i - column * height;
+    if (count > kBandTiles) {
+      const int bands = (count + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(count, bands);
+      const int band = divide(i, band_tiles * pairs);
+      i -= band * band_tiles * pairs;
+      first += band * band_tiles;
+      count = min(band_tiles, count - band * band_tiles);
+    }
+    const int column = divide(i, count);
+    q = first + i - column * count;
     p = column * C::Cluster + rank;
     tile.shares_q = 1;
   } else {  // a last p tile without a neighbour: the CTAs take two q tiles of it and share P
@@ -130,8 +129,9 @@ class ListFinder {
       const int group = window_ + __ffs(after) - 1;
       const GroupShape &shape = params_.shapes[group];
       const int begin = C::kTokensInK ? 0 : shape.row_d, size = C::kTokensInK ? shape.k : shape.m;
-      const Place place{group, begin, begin + size, t - (group ? params_.shapes[group - 1].tiles_end : 0)};
-      tile = cut_tile<C>(place, shape.m, shape.n, shape.k, params_.tile_q, rank);
+      const int q_tiles = q_tiles_of<C>(C::kTokensInK ? shape.n : size, params_.tile_q);
+      const Place place{group, begin, begin + size, q_tiles, t - (group ? params_.shapes[group - 1].tiles_end : 0)};
+      tile = cut_tile<C>(place, shape.m, shape.n, shape.k, rank);
       return true;
     }
   }
@@ -156,7 +156,9 @@ class RaggedFinder {
         rehearses_(rehearses),
         ragged_(params.ragged),
         groups_(params.groups + (!C::kTokensInK && !params.accumulate)),
-        sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups) {}
+        sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups) {
+    if (rehearses) prefetch_ends();
+  }
 
   // Tile number `t`. Called by a whole warp, with rising t.
   CUTLASS_DEVICE bool find(int t, int rank, Tile &tile) {
@@ -165,9 +167,9 @@ class RaggedFinder {
     const int in_window = t - window_begin_;
     const int lane = __ffs(__ballot_sync(~0u, tiles_end_ > in_window)) - 1;
     const Place place{window_ + lane, __shfl_sync(~0u, begin_, lane), __shfl_sync(~0u, end_, lane),
-                      in_window - __shfl_sync(~0u, tiles_end_ - tiles_, lane)};
+                      __shfl_sync(~0u, q_tiles_, lane), in_window - __shfl_sync(~0u, tiles_end_ - tiles_, lane)};
     const int k = place.group < params_.groups ? ragged_.k : 0;
-    tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, tile_q_, rank);
+    tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, rank);
     return true;
   }
 
@@ -196,6 +198,7 @@ class RaggedFinder {
     if (surveying_) {
       choose_tile();
       surveying_ = false;
+      time_ = !sorted_ ? 0 : C::kTokensInK ? next_time_ : tile_q_ / 16;
     } else {
       if (next_time_ < 0) return false;
       time_ = next_time_;
@@ -211,6 +214,13 @@ class RaggedFinder {
     const int64_t end = ragged_.offs_int64 ? __ldg(static_cast<const long long *>(ragged_.offs) + g)
                                            : __ldg(static_cast<const int *>(ragged_.offs) + g);
     return int(max(int64_t(0), min(end, int64_t(ragged_.total))));
+  }
+
+  // Brings the first 32 lines of ends into the L2, all at once.
+  CUTLASS_DEVICE void prefetch_ends() const {
+    const int at = threadIdx.x % 32 * 128;
+    if (at < params_.groups * (ragged_.offs_int64 ? 8 : 4))
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(ragged_.offs) + at));
   }
 
   // Begin and end of the lane's group. Ends that decrease are raised to the greatest before.
@@ -238,6 +248,7 @@ class RaggedFinder {
     const int lane = threadIdx.x % 32, size = window_ + lane < params_.groups ? end_ - begin_ : 0;
     if constexpr (C::kTokensInK) {
       surveyed_ += __popc(__ballot_sync(~0u, size > 0));  // groups with tokens
+      next_time_ = max(next_time_, __reduce_max_sync(~0u, time_in_k(size)));
     } else if constexpr (C::Cluster > 1) {
       CUTE_UNROLL
       for (int i = 0; i <= kChoices; ++i) {
@@ -282,18 +293,24 @@ class RaggedFinder {
     return ceil_divide(narrow, clusters) * 160 < ceil_divide(wide, clusters) * (192 + 32) ? 128 : 192;
   }
 
+  // Tokens in K: a measure of time, rising with the blocks, equal for those that differ by less than 1/8.
+  CUTLASS_DEVICE static int time_in_k(int size) {
+    const int blocks = (size + kBlockK - 1) / kBlockK, shift = max(28 - __clz(blocks), 0);
+    return shift * 8 + (blocks >> shift);
+  }
+
   // The tiles of the lane's group in this pass, and of the lanes before.
   CUTLASS_DEVICE void count_tiles() {
     const int size = end_ - begin_, lane = threadIdx.x % 32;
     int time = 0, tiles = 0;
     if constexpr (C::kTokensInK) {
+      q_tiles_ = q_tiles_of<C>(ragged_.n, tile_q_);
       if (window_ + lane < params_.groups && (size > 0 || !params_.accumulate)) tiles = tiles_in_k(tile_q_);
-      const int blocks = (size + kBlockK - 1) / kBlockK, shift = max(28 - __clz(blocks), 0);
-      time = shift * 8 + (blocks >> shift);  // rising with the blocks, equal for those that differ by less than 1/8
+      time = time_in_k(size);
     } else if (window_ + lane < groups_ && size > 0) {
-      const int q_tiles = q_tiles_of<C>(size, tile_q_);
-      tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles);
-      if (window_ + lane < params_.groups) time = ceil_divide((size + 15) / 16, q_tiles);
+      q_tiles_ = q_tiles_of<C>(size, tile_q_);
+      tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles_);
+      if (window_ + lane < params_.groups) time = ceil_divide((size + 15) / 16, q_tiles_);
     }
     if (!sorted_) time = 0;
     next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
@@ -315,12 +332,13 @@ class RaggedFinder {
   bool surveying_ = C::Cluster > 1;  // narrow tiles have one extent
   int tile_q_ = C::TileQ;
   int surveyed_ = 0;
-  int time_ = sorted_ ? INT32_MAX : 0;                      // of the tiles that this pass takes; no tile's at first
+  int time_ = 0;                                            // of the tiles that this pass takes
   int next_time_ = -1;                                      // the longest below, of the groups that this pass has seen
   int window_ = -32, window_begin_ = 0, window_tiles_ = 0;  // first group, number of its first tile, tiles
   int last_end_ = 0;                                        // of the window before
   bool have_ends_ = false;
-  int begin_ = 0, end_ = 0, tiles_ = 0, tiles_end_ = 0;  // the lane's group; tiles_end_: with those of lower lanes
+  int begin_ = 0, end_ = 0, q_tiles_ = 0;  // the lane's group, and its tiles along Q
+  int tiles_ = 0, tiles_end_ = 0;          // its tiles in this pass; and with those of lower lanes
 };
 
 // The counter's next number, for all CTAs of the cluster, in the warp's first lane. `index`: how many came before.
@@ -344,7 +362,8 @@ CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter,
   return ticket;
 }
 
-// A rehearsal ends where the first tile is found.
+// Until the first tile is found, this touches no barrier: meanwhile they are set up, in all CTAs of the cluster. A
+// rehearsal ends there.
 template <class C, class Params, class Finder>
 CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder, bool rehearses) {
   const bool leader = threadIdx.x % 32 == 0;
@@ -355,7 +374,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
   int ends = 0;  // each warpgroup gets its own
   for (int pos = 0; ends < 2; ++pos) {
     const int slot = pos % kTileRing;
-    if (!rehearses) shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
+    if (pos > 0) shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
     if (pos > 0 && ends == 0) {
       if (leader) {
         if (pos == 1) {
@@ -376,6 +395,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
       group = tile.group;
       if (leader) prefetch_maps(params, group);
     }
+    if (pos == 0) cluster_wait();
     if (rehearses) return;
     tile.k_blocks_before = k_blocks;
     k_blocks += tile.k_blocks();
