@@ -168,7 +168,7 @@ def main() -> None:
         print(f"{processes} processes on {device}, {options.experts // processes} of {options.experts} experts each")
         print(f"largest difference from one process: {error:.1e} ({gmm.last_backend()})")
         print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} in {options.steps} steps of {1e3 * seconds:.1f} ms")
-    # gloo's thread may still drop a tensor of Python's, which at exit would end the process: not after one more message.
+    # gloo's thread may still hold a tensor of Python's; dropping it at exit would abort. Not so after one more message.
     dist.barrier()
     dist.destroy_process_group()
 

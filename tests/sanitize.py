@@ -37,14 +37,10 @@ import gmm
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# In CUTLASS's own kernels a warp reads where its tile is and one lane says so after __syncwarp, which racecheck does not
-# count: it reports that as a hazard.
-TOOLS = {
-    "memcheck": (),
-    "racecheck": ("--kernel-name-exclude", "kernel_substring=pointer_array"),
-    "initcheck": (),
-    "synccheck": (),
-}
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# In CUTLASS's own kernels a warp reads where its tile is, and after __syncwarp one lane frees that place. To racecheck,
+# which does not count __syncwarp, this is a hazard. (Told to leave these kernels out, it breaks off at the first.)
+KNOWN = "gmm::sm90::pointer_array"
 
 ROWS = [130, 0, 1, 65, 8, 200]
 N, K = 200, 136  # two tiles of N with a ragged end, three steps of K with a ragged end
@@ -288,6 +284,14 @@ def sanitizer() -> str:
     return path
 
 
+def only_known(lines: Sequence[str]) -> bool:
+    """Whether all calls were made, and racecheck reported nothing but what is known of CUTLASS's kernels."""
+    hazards = [line for line in lines if "Race reported" in line]
+    summary = f"RACECHECK SUMMARY: {len(hazards)} hazards displayed (0 errors, {len(hazards)} warnings)"
+    made = any(line.startswith("sanitize: sm90_") for line in lines)
+    return made and all(KNOWN in line for line in hazards) and any(summary in line for line in lines)
+
+
 def run_tools(tools: Sequence[str], seconds: float) -> int:
     """Every tool over all calls, at the same time; a summary of each. 1 when one found something or was not done."""
     options = (
@@ -296,7 +300,7 @@ def run_tools(tools: Sequence[str], seconds: float) -> int:
         "--report-api-errors",
         "no",
         "--print-limit",
-        "10",
+        "100",
         "--target-processes",
         "all",
     )
@@ -306,7 +310,7 @@ def run_tools(tools: Sequence[str], seconds: float) -> int:
     running = {}
     for tool in tools:
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
-        command = [path, "--tool", tool, *TOOLS[tool], *options, sys.executable, __file__, "--calls"]
+        command = [path, "--tool", tool, *options, sys.executable, __file__, "--calls"]
         running[tool] = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True), log
     for tool, (process, log) in running.items():
         try:
@@ -316,17 +320,19 @@ def run_tools(tools: Sequence[str], seconds: float) -> int:
             status = "not done in time"
         log.seek(0)
         lines = log.read().strip().splitlines()
-        if status != "0":
+        known = tool == "racecheck" and only_known(lines)
+        if status != "0" and not known:
             failed = 1
             print("\n".join(lines[-60:]))
         summary = " ".join(line.removeprefix("=========").strip() for line in lines if "SUMMARY" in line)
+        summary += f", all in {KNOWN}" if known else ""
         print(f"sanitize: {tool}, {time.monotonic() - start:.0f} s: exit status {status}, {summary}", flush=True)
     return failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=[*TOOLS])
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
     parser.add_argument("--seconds", type=float, default=170)
     parser.add_argument("--calls", action="store_true")
     options = parser.parse_args()

@@ -35,6 +35,19 @@ def test_canaries_see_what_is_beside_a_tensor() -> None:
     assert not guarded.intact()
 
 
+def test_only_known_hazards_pass() -> None:
+    race = "========= Warning: Race reported between Read access at void kernel<gmm::sm90::{}::GroupedGemm<"
+    lines = [
+        race.format("pointer_array"),
+        "sanitize: sm90_pointer_array 4",
+        "========= RACECHECK SUMMARY: 1 hazards displayed (0 errors, 1 warnings)",
+    ]
+    assert sanitize.only_known(lines)
+    assert not sanitize.only_known(lines[::2])  # the calls were not made
+    assert not sanitize.only_known([race.format("descriptor_array"), *lines[1:]])
+    assert not sanitize.only_known([*lines[:2], lines[2].replace("1 hazards", "2 hazards")])
+
+
 def test_every_kernel_stays_within_its_memory() -> None:
     """Canaries around outputs and workspaces, operands of exactly their size, hostile ends. Without a GPU the kernels
     are only planned."""
