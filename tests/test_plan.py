@@ -218,6 +218,25 @@ def test_tile_follows_the_size_of_the_groups(shape: cases.ModelShape) -> None:
             assert size <= 64 * 128
 
 
+@pytest.mark.parametrize(
+    ("groups", "rows", "n", "tile"),
+    [
+        (128, 1, 1536, (128, 64, 64)),
+        (128, 96, 1536, (128, 64, 64)),
+        (128, 97, 1536, (192, 128, 64)),
+        (8, 64, 768, (128, 64, 64)),  # 96 tiles on 132 SMs
+        (16, 64, 768, (192, 128, 64)),  # 192 tiles would be two rounds, where 96 are one
+        (16, 32, 768, (128, 64, 64)),
+        (32, 64, 768, (128, 64, 64)),  # two rounds of the wide ones, too
+    ],
+)
+def test_tile_of_few_rows(groups: int, rows: int, n: int, tile: tuple[int, int, int]) -> None:
+    listed = plan([Group(rows, n, 2048)] * groups)
+    ragged = gmm.explain((groups * rows, 2048), (groups, n, 2048), offs=(groups,), trans_b=True, sm=90)
+    for chosen in (listed, ragged):
+        assert (chosen.backend, chosen.tile) == ("cutlass", tile)
+
+
 @pytest.mark.parametrize("shape", cases.MODEL_SHAPES[:7], ids=lambda s: f"{s.label}-{s.tokens}")
 def test_tile_of_weight_gradients(shape: cases.ModelShape) -> None:
     """D is a whole weight: large tiles, into fp32 as well, whatever the tokens."""

@@ -91,7 +91,7 @@ bool plan_cutlass(const gmm_args &args, const Device &device, Plan &plan, std::s
   if (sm90::descriptor_array::accepts(args, launches, why ? &refused : nullptr)) {
     const sm90::Kernel *asked = find_kernel(args.kernel, sm90::descriptor_array::kKernels);
     if (!args.kernel || (asked && sm90::descriptor_array::takes(*asked, args))) {
-      plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args);
+      plan.kernel = asked ? asked : &sm90::descriptor_array::choose(args, sm_count);
       if (plan.products > 0) {
         plan.launches = launches.count;
         plan.workspace_bytes = sm90::descriptor_array::kWorkspaceBytes;

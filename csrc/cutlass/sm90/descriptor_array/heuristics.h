@@ -54,7 +54,7 @@ bool accepts(const gmm_args &args, Launches &launches, std::string *why);
 bool takes(const Kernel &kernel, const gmm_args &args);
 
 // The kernel for accepted arguments.
-const Kernel &choose(const gmm_args &args);
+const Kernel &choose(const gmm_args &args, int sm_count);
 
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes);

@@ -98,8 +98,8 @@ CUTLASS_DEVICE void compute_tile(const Params &params, SharedStorage<C> &shared,
 
 // The kernel has code for every multiple of 16 rows; each has accumulators of its own, because sharing them between
 // wgmma shapes serialises wgmma.
-// The way to it is a binary search, with the long tiles first: a chain of 12 comparisons, each with a tile's code behind
-// it, delayed the first tile by 3 us (H200).
+// The way to it is a binary search, with the long tiles first: a chain of 12 comparisons, each with a tile's code
+// behind it, delayed the first tile by 3 us (H200).
 template <class C, int Below, int Most, class Params>
 CUTLASS_DEVICE void compute_rows(const Params &params, SharedStorage<C> &shared, const Tile &tile, int warpgroup,
                                  int pos) {

@@ -68,6 +68,7 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int rank) 
   const int size = place.end - place.begin, q_tiles = place.q_tiles;
   const int p_tiles = ((C::kTokensInK ? m : n) + C::TileP - 1) / C::TileP;
   const int pairs = p_tiles / C::Cluster;  // p tiles are taken Cluster at a time
+  const RowCut cut(size, q_tiles);
   int i = place.tile, p, q;
   Tile tile{};
   if (i < q_tiles * pairs) {
@@ -75,11 +76,10 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int rank) 
     // L2. Along a long K, too, if they keep pace: there no band has tiles of both lengths.
     int first = 0, count = q_tiles;
     if (!C::kTokensInK && k >= kLongK) {
-      const int longer = RowCut(size, q_tiles).longer;
-      if (i < longer * pairs)
-        count = longer;
+      if (i < cut.longer * pairs)
+        count = cut.longer;
       else
-        first = longer, count -= longer, i -= longer * pairs;
+        first = cut.longer, count -= cut.longer, i -= cut.longer * pairs;
     }
     if (count > kBandTiles) {
       const int bands = (count + kBandTiles - 1) / kBandTiles, band_tiles = ceil_divide(count, bands);
@@ -104,7 +104,6 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int rank) 
     tile.k = place.begin;
     tile.k_end = place.end;
   } else {
-    const RowCut cut(size, q_tiles);
     tile.q = place.begin + cut.start(q);
     tile.q_end = place.begin + cut.start(q + 1);
     tile.k_end = k;
