@@ -255,9 +255,10 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axes.bar([x + 0.2 * (i - 1.5) for x in range(len(rows))], of, 0.2, label=label)
         labels = [f"{r['groups']}x{r['tokens']}\n{r['n']}x{r['k']}\n{r['spread']}" for r in rows]
         axes.set_xticks(range(len(rows)), labels, fontsize=7)
+        axes.margins(x=0.01)
         axes.set_ylabel("TFLOP/s, bf16")
         axes.set_title(f"{which}, {results['gpu']}, torch {results['torch']}, {results['date']}", fontsize=9)
-    all_axes[0, 0].legend(fontsize=8, ncols=4)
+    figure.legend(*all_axes[0, 0].get_legend_handles_labels(), loc="outside upper center", fontsize=8, ncols=4)
     figure.savefig(path, dpi=150)
 
 
@@ -366,7 +367,7 @@ def main() -> int:
     print_results(results)
     print(f"{time.perf_counter() - begin:.0f} s")
     save(results, options.out)
-    if options.plot:
+    if options.plot and rows:
         plot(results, options.plot)
     missed = list(missed_bars(rows + deepspeed, results["host"], results["first_calls"])) if options.check else []
     for line in missed:

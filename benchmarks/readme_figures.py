@@ -79,7 +79,7 @@ def ragged() -> str:
 
 def host() -> str:
     """Markdown of what a call of grouped_mm costs beside the product."""
-    results = json.loads((RESULTS / "grouped_mm_host.json").read_text())
+    results = json.loads((RESULTS / "grouped_mm.json").read_text())
     lines = [
         f"Host time of a call of `grouped_mm` with 128 experts, without grad, in microseconds "
         f"({results['machine']}, {results['date']}):",
