@@ -51,6 +51,21 @@ def overlapping_d(call: Arguments) -> None:
     call["d"][1] = call["d"][1][:1].expand(M, N)
 
 
+def repeated_d(call: Arguments) -> None:
+    call["d"] = [call["d"][0]] * len(call["d"])
+
+
+def written_over(argument: str) -> Callable[[Arguments], None]:
+    """d[1] begins where that operand does."""
+
+    def change(call: Arguments) -> None:
+        memory = torch.ones(2 * max(M, N) * max(N, K), device=call["d"][1].device).to(call["d"][1].dtype)
+        call[argument][1] = memory[: call[argument][1].numel()].view(call[argument][1].shape)
+        call["d"][1] = memory[: M * N].view(M, N)
+
+    return change
+
+
 def both_transposed(call: Arguments) -> None:
     call.update(trans_a=True)
 
@@ -81,6 +96,9 @@ ROWS: dict[str, tuple[Callable[[Arguments], Any], list[str]]] = {
     "bias_length": (put("bias", 1, N - 1), ["bias[1]", str(N), str(N - 1)]),
     "bias_dtype": (put("bias", 1, N, dtype=FP32), ["bias[1]", "bfloat16", "float32"]),
     "d_overlaps_itself": (overlapping_d, ["d[1]"]),
+    "d_repeated": (repeated_d, ["d[1]", "memory of its own", "d[0]"]),
+    "d_over_a": (written_over("a"), ["d[1]", "memory of its own", "a[1]"]),
+    "d_over_b": (written_over("b"), ["d[1]", "memory of its own", "b[1]"]),
     "sm_margin": (lambda call: call.update(sm_margin=-1), ["sm_margin", "0", "-1"]),
     "backend_unknown": (lambda call: call.update(backend="cutlas"), ["backend", "cutlas", "cutlass", "cublas"]),
 }

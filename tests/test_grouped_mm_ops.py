@@ -83,6 +83,18 @@ def no(argument: str) -> Callable[[Arguments], None]:
     return lambda call: call.update({argument: None})
 
 
+def written_over(argument: str) -> Callable[[Arguments], None]:
+    """out begins where that operand does."""
+
+    def change(call: Arguments) -> None:
+        old = call[argument]
+        memory = torch.ones(max(old.numel(), T * N), device=old.device).to(old.dtype)
+        call[argument] = memory[: old.numel()].view(old.shape)
+        call["out"] = memory[: T * N].view(T, N)
+
+    return change
+
+
 def to_ragged_k(call: Arguments) -> None:
     call.update(a=call["a"].new_ones(8, T), b=call["a"].new_ones(T, N), trans_b=False, out=call["a"].new_ones(G, 8, N))
 
@@ -112,6 +124,8 @@ ROWS: dict[str, tuple[Callable[[Arguments], Any], list[str]]] = {
     "out_3d": (put("out", 1, T, N), ["out:", f"[{T}, {N}]", f"[1, {T}, {N}]"]),
     "out_dtype": (put("out", T, N, dtype=FP16), ["out:", "bfloat16", "float32", "float16"]),
     "out_overlaps_itself": (lambda call: call.update(out=call["out"][:1].expand(T, N)), ["out:", "share memory"]),
+    "out_over_a": (written_over("a"), ["out:", "memory of its own", "of a"]),
+    "out_over_b": (written_over("b"), ["out:", "memory of its own", "of b"]),
     "sm_margin": (lambda call: call.update(sm_margin=-1), ["sm_margin:", "0", "-1"]),
     "backend": (lambda call: call.update(backend="cutlas"), ["backend:", "cutlas", "cutlass", "triton", "cublas"]),
 }

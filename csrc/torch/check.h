@@ -109,11 +109,16 @@ inline void check_d_dtype(const std::string &name, int32_t dtype, int32_t ab_dty
          dtype_name(dtype).c_str());
 }
 
+// Whether an output that begins at `own` shares that element with the other tensor. That other elements are apart is
+// the caller's part, as views may interleave.
+inline bool begins_at(const TensorView &other, const void *own) { return other.data() == own && !other.empty(); }
+
 inline void check_d(const TensorList &a, const TensorList &b, const TensorList &d, const Options &options) {
   check_d_dtype("d[0]", d[0].dtype, a[0].dtype);
   for (size_t i = 1; i < d.size(); ++i)
     if (d[i].dtype != d[0].dtype) check_d_dtype("d[" + std::to_string(i) + "]", d[i].dtype, a[0].dtype);
   check_list("d", d, 2, a[0], d[0].dtype, "d[0]");
+  const void *before = nullptr;  // where the d before begins
   for (size_t i = 0; i < d.size(); ++i) {
     const int64_t m = a[i].sizes[options.trans_a], n = b[i].sizes[!options.trans_b];
     if (d[i].sizes[0] != m || d[i].sizes[1] != n)
@@ -122,6 +127,12 @@ inline void check_d(const TensorList &a, const TensorList &b, const TensorList &
     if (may_overlap_itself(d[i].sizes, d[i].strides, 2))
       fail("d[%zu]: expected elements that do not share memory, got shape [%lld, %lld] with strides [%lld, %lld]", i,
            (long long)m, (long long)n, (long long)d[i].strides[0], (long long)d[i].strides[1]);
+    // Before the inputs' pointers are asked for: a lazy clone of an input becomes a copy here.
+    const void *own = d[i].empty() ? nullptr : d[i].mutable_data();
+    if (own && own == before) fail("d[%zu]: expected memory of its own, got that of d[%zu]", i, i - 1);
+    if (own && begins_at(a[i], own)) fail("d[%zu]: expected memory of its own, got that of a[%zu]", i, i);
+    if (own && begins_at(b[i], own)) fail("d[%zu]: expected memory of its own, got that of b[%zu]", i, i);
+    before = own;
   }
 }
 

@@ -96,7 +96,8 @@ inline void check_grouped_bias(const TensorView &a, const TensorArgument &bias, 
   check_dtype("bias", *bias, dtype, "out");
 }
 
-inline void check_grouped_out(const TensorView &a, const TensorView &out, const GroupedShape &shape) {
+inline void check_grouped_out(const TensorView &a, const TensorView &b, const TensorView &out,
+                              const GroupedShape &shape) {
   const int64_t sizes[] = {shape.groups, shape.m, shape.n};
   const int64_t *expected = shape.batched_out() ? sizes : sizes + 1, dim = shape.batched_out() ? 3 : 2;
   check_d_dtype("out", out.dtype, a.dtype, "a");
@@ -106,6 +107,10 @@ inline void check_grouped_out(const TensorView &a, const TensorView &out, const 
   if (may_overlap_itself(out.sizes, out.strides, dim))
     fail("out: expected elements that do not share memory, got shape %s with strides %s",
          shape_text(out.sizes, dim).c_str(), shape_text(out.strides, dim).c_str());
+  if (out.empty()) return;
+  const void *own = out.mutable_data();
+  if (begins_at(a, own)) fail("out: expected memory of its own, got that of a");
+  if (begins_at(b, own)) fail("out: expected memory of its own, got that of b");
 }
 
 }  // namespace gmm

@@ -179,7 +179,7 @@ void grouped_mm_out(StableIValue *stack, uint64_t, uint64_t) {
 
   const TensorView &a = *call.a;
   const GroupedShape shape = check_grouped(a, *call.b, call.offs, call.options);
-  check_grouped_out(a, *out, shape);
+  check_grouped_out(a, *call.b, *out, shape);
   check_grouped_bias(a, call.bias, out->dtype, shape);
   run(call, shape, *out, backend);
 }

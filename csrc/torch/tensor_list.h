@@ -35,11 +35,13 @@ struct TensorView {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device_index));
   }
 
+  // Asked for once, as each of these calls costs.
   const void *data() const {
-    const void *pointer;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &pointer));
-    return pointer;
+    if (!pointer_) STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &pointer_));
+    return pointer_;
   }
+
+  bool empty() const { return std::count(sizes, sizes + dim, 0) > 0; }
 
   void *mutable_data() const {
     void *pointer;
@@ -60,6 +62,9 @@ struct TensorView {
   }
 
   torch::stable::Tensor tensor() const { return torch::stable::Tensor(new_reference()); }
+
+ private:
+  mutable const void *pointer_ = nullptr;
 };
 
 // A Tensor or Tensor? of the stack. Owns it until its end, or until release().

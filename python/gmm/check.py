@@ -106,6 +106,8 @@ def _check_d(
         for size, expected in zip(x.shape, (m, n), strict=True):
             check(size == expected, "d[{}]: expected shape [{}, {}], got {}", i, m, n, list(x.shape))
         check_no_overlap(f"d[{i}]", x)
+        others = {f"d[{i - 1}]": d[i - 1]} if i else {}
+        check_own_memory(f"d[{i}]", x, {**others, f"a[{i}]": a[i], f"b[{i}]": b[i]})
     return d[0].dtype
 
 
@@ -132,6 +134,22 @@ def check_no_overlap(name: str, x: Tensor) -> None:
     """Whether each element of what is written has memory of its own."""
     expected = "{}: expected elements that do not share memory, got shape {} with strides {}"
     check(not may_overlap_itself(x), expected, name, list(x.shape), list(x.stride()))
+
+
+def check_own_memory(name: str, x: Tensor, others: dict[str, Tensor]) -> None:
+    """Whether what is written begins where none of the others does. That other elements are apart is the caller's part,
+    as views may interleave."""
+    for other, y in others.items():
+        check(not _begin_alike(x, y), "{}: expected memory of its own, got that of {}", name, other)
+
+
+def _begin_alike(x: Tensor, y: Tensor) -> bool:
+    """Whether both have elements, and the first one in common. Symbolic sizes count as apart."""
+    numbers = (x.numel(), y.numel(), x.storage_offset(), y.storage_offset())
+    if not all(isinstance(number, int) for number in numbers) or not x.numel() or not y.numel():
+        return False
+    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
+    return same and x.storage_offset() * x.element_size() == y.storage_offset() * y.element_size()
 
 
 def may_overlap_itself(x: Tensor) -> bool:

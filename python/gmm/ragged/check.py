@@ -21,6 +21,7 @@ from gmm.check import (
     check_no_negative_bit,
     check_no_overlap,
     check_not_inference,
+    check_own_memory,
     dtype_name,
 )
 
@@ -72,7 +73,7 @@ def check_grouped(
     check(sm_margin >= 0, "sm_margin: expected >= 0, got {}", sm_margin)
     shape = _check_sizes(a, b, offs, trans_b)
     if out is not None:
-        dtype = _check_out(a, out, shape)
+        dtype = _check_out(a, b, out, shape)
     else:
         dtype = out_dtype or a.dtype
         check_d_dtype("out_dtype", dtype, a.dtype, "a")
@@ -160,7 +161,7 @@ def _check_bias(a: Tensor, bias: Tensor, dtype: torch.dtype, shape: Shape) -> No
     _check_dtype("bias", bias, dtype, "out")
 
 
-def _check_out(a: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
+def _check_out(a: Tensor, b: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
     check_d_dtype("out", out.dtype, a.dtype, "a")
     _check_device("out", out, a)
     expected = shape.out
@@ -168,6 +169,7 @@ def _check_out(a: Tensor, out: Tensor, shape: Shape) -> torch.dtype:
     for size, want in zip(out.shape, expected, strict=True):
         check(size == want, "out: expected shape {}, got {}", list(expected), list(out.shape))
     check_no_overlap("out", out)
+    check_own_memory("out", out, {"a": a, "b": b})
     return out.dtype
 
 
