@@ -53,7 +53,8 @@ def grouped_mm(
         out_dtype: of the new tensor; the dtype of a by default, or float32. Its gradient is rounded to the dtype of a
             before it is multiplied.
         trans_b: b is [G, N, K] (or [N, K]), as torch.nn.Linear keeps its weight.
-        out: written and returned; in the dtype of a, or float32. Must not overlap a, b or bias. Not differentiable.
+        out: written and returned; in the dtype of a, or float32. Must not overlap a, b or bias: where it
+            begins at the first element of a or b, that is an error. Not differentiable.
             None: a new tensor is returned, through which autograd works.
         accumulate: add to out instead of overwriting it; out of no group is left alone. Without, what out held is
             never read.

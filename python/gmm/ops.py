@@ -45,8 +45,8 @@ def multi_tensor_gemm(
         a: [M, K] each, or [K, M] with trans_a. bfloat16, float16 or float32, one dtype for a and b. Any strides.
             M, N and K may differ between groups, and may be 0.
         b: [K, N] each, or [N, K] with trans_b.
-        d: [M, N] each, written and returned; in the dtype of a, or float32. Must not overlap one another, a or b (refused
-            where one begins at another's first element).
+        d: [M, N] each, written and returned; in the dtype of a, or float32. Must not overlap one another, a or b:
+            where two begin at the same element, that is an error.
             None: new tensors are returned, through which autograd works.
         bias: [N] each, in the dtype of d; added to every row.
         trans_a: each a is stored [K, M].
