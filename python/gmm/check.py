@@ -149,7 +149,7 @@ def _begin_alike(x: Tensor, y: Tensor) -> bool:
     if not all(isinstance(number, int) for number in numbers) or not x.numel() or not y.numel():
         return False
     same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    return same and x.storage_offset() * x.element_size() == y.storage_offset() * y.element_size()
+    return same and bool(x.storage_offset() * x.element_size() == y.storage_offset() * y.element_size())
 
 
 def may_overlap_itself(x: Tensor) -> bool:
