@@ -298,6 +298,12 @@ def test_state_dict_both_ways(bias: bool) -> None:
         layer.load_state_dict(layer.state_dict())
     with pytest.raises(RuntimeError, match="Missing key.*weight"):
         one.load_state_dict({k: v for k, v in state.items() if k != "weight2"})
+    whole = one.state_dict()
+    for wrong in (torch.cat([whole["weight"]] * 2), whole["weight"][:3], torch.ones(())):
+        with pytest.raises(RuntimeError, match="weight: expected 4 groups, got shape"):
+            several.load_state_dict({**whole, "weight": wrong})
+    with pytest.raises(RuntimeError, match="weight0, ...: expected one shape for all groups"):
+        one.load_state_dict({**several.state_dict(), "weight1": torch.ones(3)})
 
 
 @per_group
@@ -428,6 +434,7 @@ def test_errors() -> None:
         (RuntimeError, lambda: layer(x, offs=offs[:3]), r"offs: expected length 4 \(the groups of b\), got 3"),
         (RuntimeError, lambda: layer(x.half(), offs=offs), "b: expected float16 .*, got float32"),
         (RuntimeError, lambda: layer(x.half(), SPLITS), r"b\[0\]: expected float16 .*, got float32"),
+        (RuntimeError, lambda: layer(x, offs=[5, 10, 15, 20]), "offs: expected a tensor, got list"),
         (ValueError, lambda: GroupedLinear(-1, 2, 3), "num_groups: expected >= 0, got -1"),
     ):
         with pytest.raises(error, match=text):

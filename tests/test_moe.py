@@ -247,7 +247,13 @@ def test_errors() -> None:
         (lambda: gmm.moe.unpermute(torch.zeros(9, 8), row_map), "y: expected at most 8 rows .*, got 9"),
         (lambda: gmm.moe.unpermute(x, row_map, x), r"top_k_weights: expected shape \[4, 2\] .*, got \[4, 8\]"),
         (lambda: gmm.moe.unpermute(x, row_map, row_map), "top_k_weights: expected bfloat16, .*, got int32"),
-        (lambda: gmm.moe.permute_weights(x, row_map), "row_map, top_k_index: expected 32 rows .*, got 8"),
+        *(
+            (
+                lambda wrong=wrong: gmm.moe.permute_weights(wrong, row_map),
+                r"top_k_weights: expected shape \[4, 2\] .*, got",
+            )
+            for wrong in (x, torch.zeros(2, 4), torch.zeros(8))
+        ),
     ):
         with pytest.raises(RuntimeError, match=text):
             call()

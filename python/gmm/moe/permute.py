@@ -52,6 +52,9 @@ def permute_weights(top_k_weights: Tensor, row_map: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
+    if top_k_weights.shape != row_map.shape:  # dynamo cannot trace check() on symbolic sizes
+        shape, got = list(row_map.shape), list(top_k_weights.shape)
+        raise RuntimeError(f"top_k_weights: expected shape {shape} (that of row_map), got {got}")
     pairs = row_map.shape[0] * row_map.shape[1]
     return _permute(top_k_weights.reshape(-1, 1), row_map.reshape(-1, 1), None, pairs).view(pairs)
 

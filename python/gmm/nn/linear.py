@@ -140,6 +140,8 @@ class GroupedLinear(nn.Module):
         if (m_splits is None) == (offs is None):
             raise ValueError(f"m_splits, offs: expected one of them, got {'none' if offs is None else 'both'}")
         if offs is not None:
+            if not isinstance(offs, Tensor):  # what is no tensor counts as sizes from here on
+                raise RuntimeError(f"offs: expected a tensor, got {type(offs).__name__}")
             return offs
         if isinstance(m_splits, Tensor):
             if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
@@ -226,12 +228,22 @@ class GroupedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Takes both forms of the parameters; Transformer Engine's extra state says nothing about them."""
         state_dict.pop(f"{prefix}_extra_state", None)
+        errors: list[str] = args[-1]
         for name, own in self._names.items():
-            per_group = [f"{prefix}{name}{i}" for i in range(self.num_groups)]
-            if self.parameter_per_group and own and f"{prefix}{name}" in state_dict:
-                state_dict.update(zip(per_group, state_dict.pop(f"{prefix}{name}").unbind()))
+            whole, per_group = f"{prefix}{name}", [f"{prefix}{name}{i}" for i in range(self.num_groups)]
+            if self.parameter_per_group and own and whole in state_dict:
+                stacked = state_dict.pop(whole)
+                if stacked.dim() and len(stacked) == self.num_groups:
+                    state_dict.update(zip(per_group, stacked.unbind(), strict=True))
+                else:
+                    errors.append(f"{whole}: expected {self.num_groups} groups, got shape {list(stacked.shape)}")
             elif not self.parameter_per_group and own and per_group and all(key in state_dict for key in per_group):
-                state_dict[f"{prefix}{name}"] = torch.stack([state_dict.pop(key) for key in per_group])
+                tensors = [state_dict.pop(key) for key in per_group]
+                shapes = {tuple(x.shape) for x in tensors}
+                if len(shapes) == 1:
+                    state_dict[whole] = torch.stack(tensors)
+                else:
+                    errors.append(f"{whole}0, ...: expected one shape for all groups, got {sorted(shapes)}")
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
