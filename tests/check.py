@@ -89,6 +89,12 @@ def guarded(
     return buffer[64 : m * n + 64].view(m, n), buffer
 
 
+def begin_alike(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tensors of ones of these shapes, in the dtype and on the device of x, whose first elements are the same."""
+    memory = torch.ones(max(x.numel(), y.numel()), device=x.device).to(x.dtype)
+    return memory[: x.numel()].view(x.shape), memory[: y.numel()].view(y.shape)
+
+
 def make_call(
     groups: Sequence[Group],
     layout: Layout,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from check import NAN, same_bits
+from check import NAN, begin_alike, same_bits
 from conftest import Target
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -59,9 +59,7 @@ def written_over(argument: str) -> Callable[[Arguments], None]:
     """d[1] begins where that operand does."""
 
     def change(call: Arguments) -> None:
-        memory = torch.ones(2 * max(M, N) * max(N, K), device=call["d"][1].device).to(call["d"][1].dtype)
-        call[argument][1] = memory[: call[argument][1].numel()].view(call[argument][1].shape)
-        call["d"][1] = memory[: M * N].view(M, N)
+        call[argument][1], call["d"][1] = begin_alike(call[argument][1], call["d"][1])
 
     return change
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from check import NAN, same_bits
+from check import NAN, begin_alike, same_bits
 from conftest import Target
 from grouped_cases import (
     BF16,
@@ -87,10 +87,7 @@ def written_over(argument: str) -> Callable[[Arguments], None]:
     """out begins where that operand does."""
 
     def change(call: Arguments) -> None:
-        old = call[argument]
-        memory = torch.ones(max(old.numel(), T * N), device=old.device).to(old.dtype)
-        call[argument] = memory[: old.numel()].view(old.shape)
-        call["out"] = memory[: T * N].view(T, N)
+        call[argument], call["out"] = begin_alike(call[argument], call["out"])
 
     return change
 

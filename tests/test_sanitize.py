@@ -36,15 +36,21 @@ def test_canaries_see_what_is_beside_a_tensor() -> None:
 
 
 def test_only_known_hazards_pass() -> None:
-    race = "========= Warning: Race reported between Read access at void kernel<gmm::sm90::{}::GroupedGemm<"
+    race = (
+        "========= Warning: Race reported between Read access at "
+        "void cutlass::device_kernel<gmm::sm90::{}::GroupedGemm<"
+        "cute::tuple<cute::C<(int){}>, cute::C<(int)128>, cute::C<(int)128>>"
+    )
     lines = [
-        race.format("pointer_array"),
+        race.format("pointer_array", 64),
         "sanitize: sm90_pointer_array 4",
         "========= RACECHECK SUMMARY: 1 hazards displayed (0 errors, 1 warnings)",
     ]
     assert sanitize.only_known(lines)
     assert not sanitize.only_known(lines[::2])  # the calls were not made
-    assert not sanitize.only_known([race.format("descriptor_array"), *lines[1:]])
+    assert not sanitize.only_known([race.format("descriptor_array", 64), *lines[1:]])
+    assert not sanitize.only_known([race.format("pointer_array", 128), *lines[1:]])
+    assert not sanitize.only_known([lines[0].replace("cutlass::device_kernel<", "fill<"), *lines[1:]])
     assert not sanitize.only_known([*lines[:2], lines[2].replace("1 hazards", "2 hazards")])
 
 

@@ -128,7 +128,7 @@ inline void check_d(const TensorList &a, const TensorList &b, const TensorList &
       fail("d[%zu]: expected elements that do not share memory, got shape [%lld, %lld] with strides [%lld, %lld]", i,
            (long long)m, (long long)n, (long long)d[i].strides[0], (long long)d[i].strides[1]);
     // Before the inputs' pointers are asked for: a lazy clone of an input becomes a copy here.
-    const void *own = d[i].empty() ? nullptr : d[i].mutable_data();
+    const void *own = m && n ? d[i].mutable_data() : nullptr;
     if (own && own == before) fail("d[%zu]: expected memory of its own, got that of d[%zu]", i, i - 1);
     if (own && begins_at(a[i], own)) fail("d[%zu]: expected memory of its own, got that of a[%zu]", i, i);
     if (own && begins_at(b[i], own)) fail("d[%zu]: expected memory of its own, got that of b[%zu]", i, i);

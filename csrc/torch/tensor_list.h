@@ -8,6 +8,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <vector>
@@ -35,7 +36,7 @@ struct TensorView {
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor, &device_index));
   }
 
-  // Asked for once, as each of these calls costs.
+  // Pointers are asked for once: a check and a description both want them, and each call of the C API costs.
   const void *data() const {
     if (!pointer_) STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(handle, &pointer_));
     return pointer_;
@@ -44,9 +45,8 @@ struct TensorView {
   bool empty() const { return std::count(sizes, sizes + dim, 0) > 0; }
 
   void *mutable_data() const {
-    void *pointer;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &pointer));
-    return pointer;
+    if (!mutable_pointer_) STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(handle, &mutable_pointer_));
+    return mutable_pointer_;
   }
 
   // For two dimensions. The C API takes A, B and D in one struct, so the pointer is not const; A and B are only read.
@@ -65,6 +65,7 @@ struct TensorView {
 
  private:
   mutable const void *pointer_ = nullptr;
+  mutable void *mutable_pointer_ = nullptr;
 };
 
 // A Tensor or Tensor? of the stack. Owns it until its end, or until release().

@@ -52,9 +52,7 @@ def permute_weights(top_k_weights: Tensor, row_map: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
-    if top_k_weights.shape != row_map.shape:  # dynamo cannot trace check() on symbolic sizes
-        shape, got = list(row_map.shape), list(top_k_weights.shape)
-        raise RuntimeError(f"top_k_weights: expected shape {shape} (that of row_map), got {got}")
+    _check_weights_shape(top_k_weights, row_map)
     pairs = row_map.shape[0] * row_map.shape[1]
     return _permute(top_k_weights.reshape(-1, 1), row_map.reshape(-1, 1), None, pairs).view(pairs)
 
@@ -100,11 +98,16 @@ def _check(name: str, x: Tensor, row_map: Tensor, weights: Tensor | None) -> Non
     check(row_map.dtype is torch.int32, "row_map: expected int32, got {}", dtype_name(row_map.dtype))
     _check_device("row_map", row_map, name, x)
     if weights is not None:
-        shape, got = list(row_map.shape), list(weights.shape)
-        check(got == shape, "top_k_weights: expected shape {} (that of row_map), got {}", shape, got)
+        _check_weights_shape(weights, row_map)
         known = weights.dtype in DTYPES
         check(known, "top_k_weights: expected bfloat16, float16 or float32, got {}", dtype_name(weights.dtype))
         _check_device("top_k_weights", weights, name, x)
+
+
+def _check_weights_shape(weights: Tensor, row_map: Tensor) -> None:
+    if weights.shape != row_map.shape:  # dynamo cannot trace check() on symbolic sizes
+        shape, got = list(row_map.shape), list(weights.shape)
+        raise RuntimeError(f"top_k_weights: expected shape {shape} (that of row_map), got {got}")
 
 
 def _check_device(name: str, x: Tensor, like_name: str, like: Tensor) -> None:

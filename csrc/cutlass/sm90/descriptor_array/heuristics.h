@@ -53,7 +53,7 @@ bool accepts(const gmm_args &args, Launches &launches, std::string *why);
 // Whether that kernel can take the accepted call.
 bool takes(const Kernel &kernel, const gmm_args &args);
 
-// The kernel for accepted arguments.
+// The kernel for accepted arguments. `sm_count`: SMs to use, margin already taken off.
 const Kernel &choose(const gmm_args &args, int sm_count);
 
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
