@@ -2,8 +2,9 @@
 """Times what surrounds the products of an MoE layer against a copy of as many bytes, and gmm.nn.GroupedExperts.
 
 The experts' peers are the same layer on torch._grouped_mm: "torch products" with gmm.moe around them, "torch" with
-torch's own elementwise operations, sort and gathers. With transformers 5 installed its experts module of Qwen3-MoE is
-timed, too, on gmm's implementation and on its own two.
+torch's own elementwise operations, sort and gathers. The experts alone, on sorted tokens, are timed as well: the
+module, and the same functions on torch._grouped_mm. With transformers 5 installed its experts module of Qwen3-MoE is
+timed on gmm's implementation and on its own two.
 
     python benchmarks/bench_moe_ops.py [--model NAME,...] [--quick] [--out results.json]
 """
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_moe_layer import MODELS, Model, peak_gib, torch_grouped_mm
+from bench_moe_layer import MODELS, GroupedMM, Model, peak_gib, torch_grouped_mm
 from timing import Call, Row, burst_ms, interleaved, machine, measure_ceilings, print_table, progress, save
 from torch import Tensor
 
@@ -64,8 +65,34 @@ def layer(o: Operands, method: str) -> Tensor:
     product = torch_grouped_mm if method == "torch products" else gmm_grouped_mm
     rows, row_map, offs = gmm.moe.permute(o.x, o.index, experts)
     factors = gmm.moe.permute_weights(o.weights, row_map)
+    return gmm.moe.unpermute(feed_forward(rows, factors, offs, o, product), row_map)
+
+
+def feed_forward(rows: Tensor, factors: Tensor, offs: Tensor, o: Operands, product: GroupedMM) -> Tensor:
     h = gmm.moe.gated_activation(product(rows, o.gate_up, offs), "swiglu", weights=factors, offs=offs)
-    return gmm.moe.unpermute(product(h, o.down, offs), row_map)
+    return product(h, o.down, offs)
+
+
+def experts_alone(o: Operands) -> dict[str, Callable[[], list[Tensor]]]:
+    """The output and all gradients of gmm.nn.GroupedExperts on sorted tokens, and of the same on torch._grouped_mm."""
+    rows, row_map, offs = gmm.moe.permute(o.x.detach(), o.index, len(o.gate_up))
+    rows.requires_grad_()
+    factors = gmm.moe.permute_weights(o.weights.detach(), row_map).requires_grad_()
+    module = gmm.nn.GroupedExperts(len(o.down), o.x.shape[1], o.down.shape[2], device=o.x.device, dtype=o.x.dtype)
+    with torch.no_grad():
+        module.gate_up.weight.copy_(o.gate_up)
+        module.down.weight.copy_(o.down)
+    dy = torch.randn_like(rows)
+
+    def run_module() -> list[Tensor]:
+        y = module(rows, weights=factors, offs=offs)
+        return [y, *torch.autograd.grad(y, (rows, factors, module.gate_up.weight, module.down.weight), dy)]
+
+    def run_torch() -> list[Tensor]:
+        y = feed_forward(rows, factors, offs, o, torch_grouped_mm)
+        return [y, *torch.autograd.grad(y, (rows, factors, o.gate_up, o.down), dy)]
+
+    return {"gmm": run_module, "torch products": run_torch}
 
 
 def gmm_grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -92,10 +119,12 @@ def step(o: Operands, method: str) -> list[Tensor]:
 
 
 def check(o: Operands, methods: tuple[str, ...] = METHODS) -> None:
-    """Each method against the last. Raises RuntimeError where they differ."""
+    """Each method against the last, and the experts alone. Raises RuntimeError where they differ."""
     right = step(o, methods[-1])
     for method in methods[:-1]:
         check_close(method, step(o, method), right)
+    alone = experts_alone(o)
+    check_close("gmm.nn.GroupedExperts", alone["gmm"](), alone["torch products"]())
 
 
 def check_close(method: str, results: list[Tensor], right: list[Tensor]) -> None:
@@ -183,6 +212,7 @@ def time_model(name: str, model: Model, seconds: float, copy: float) -> Row:
     with torch.no_grad():
         ms = interleaved({op: call for op, (call, _) in timed.items()}, burst_ms, rounds=3, seconds=seconds)
     del timed
+    alone = interleaved(dict(experts_alone(o)), burst_ms, rounds=3, seconds=seconds)
     steps: dict[str, Call] = {method: lambda method=method: step(o, method) for method in METHODS}
     return {
         "model": name,
@@ -191,6 +221,7 @@ def time_model(name: str, model: Model, seconds: float, copy: float) -> Row:
         "of_copy": {op: round(moved / copy / ms[op] * 1e3, 3) for op, (_, moved) in ops(o).items()},
         "layer_ms": {m: round(v, 3) for m, v in interleaved(steps, burst_ms, rounds=3, seconds=seconds).items()},
         "peak_gib": {method: round(peak_gib(call), 2) for method, call in steps.items()},
+        "experts_ms": {m: round(v, 3) for m, v in alone.items()},
     }
 
 
@@ -217,6 +248,12 @@ def print_results(results: dict[str, Any]) -> None:
         *(f"{m}, GiB" for m in METHODS),
     ]
     print_table("Permute, experts, unpermute: forward and backward", header, cells, width=200)
+    alone = [r["experts_ms"] for r in rows]
+    cells = [
+        [r["model"], *(f"{v:.2f}" for v in e.values()), f"{e['torch products'] / e['gmm']:.2f}"]
+        for r, e in zip(rows, alone)
+    ]
+    print_table("The experts alone: forward and backward", ["layer", *(f"{m}, ms" for m in alone[0]), "ratio"], cells)
     if hf := results["hugging_face"]:
         header = [f"{method}, {unit}" for unit in ("ms", "GiB") for method in hf["ms"]]
         cells = [[f"{value:.2f}" for unit in ("ms", "peak_gib") for value in hf[unit].values()]]
