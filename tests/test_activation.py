@@ -174,6 +174,8 @@ def test_errors() -> None:
         (lambda: gmm.moe.gated_activation(h, "relu2", up=h), "up: expected none, as 'relu2' has no gate"),
         (lambda: gmm.moe.gated_activation(h, "gelu", limit=1.0), "limit: expected none"),
         (lambda: gmm.moe.gated_activation(h, up=h, interleaved=True), "interleaved: expected False"),
+        (lambda: gmm.moe.gated_activation(h, limit=0.0), "limit: expected > 0, got 0.0"),
+        (lambda: gmm.moe.gated_activation(h, limit=float("nan")), "limit: expected > 0, got nan"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

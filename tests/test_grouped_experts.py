@@ -233,6 +233,13 @@ def test_meta_device() -> None:
     x, sizes = torch.empty(20, 8, device="meta", dtype=BF16), torch.empty(4, device="meta", dtype=torch.int64)
     for y in (experts(x, sizes), experts(x, offs=sizes)):
         assert y.is_meta and y.shape == (20, 8) and y.dtype is BF16
+    experts.to_empty(device="cpu")
+    for p in experts.parameters():
+        torch.nn.init.constant_(p, 100.0)
+    experts.reset_parameters()
+    for linear, bound in ((experts.gate_up, 8**-0.5), (experts.down, 6**-0.5)):
+        for p in linear.parameters():
+            assert 0.5 * bound < p.abs().max() <= bound
     with pytest.raises(ValueError, match="expected one of them, got both"):
         experts(x, sizes, offs=sizes)
 
@@ -246,6 +253,10 @@ def test_repr_and_errors() -> None:
         GroupedExperts(4, 8, 6, "swish")
     with pytest.raises(ValueError, match="gate_up: expected one of concatenated, interleaved, apart, got 'fused'"):
         GroupedExperts(4, 8, 6, gate_up="fused")
+    with pytest.raises(ValueError, match="limit: expected > 0, got -7.0"):
+        GroupedExperts(4, 8, 6, limit=-7.0)
+    with pytest.raises(ValueError, match="limit: expected none, as 'relu2' has no gate"):
+        GroupedExperts(4, 8, 6, "relu2", limit=7.0)
 
 
 @pytest.mark.gpu

@@ -427,15 +427,18 @@ def test_errors() -> None:
         (ValueError, lambda: layer(x), "m_splits, offs: expected one of them, got none"),
         (ValueError, lambda: layer(x, SPLITS, offs=offs), "m_splits, offs: expected one of them, got both"),
         (ValueError, lambda: layer(x, [20]), r"m_splits: expected 4 sizes \(num_groups\), got 1"),
-        (ValueError, lambda: layer(x, [5, -1, 9, 7]), r"m_splits\[1\]: expected >= 0, got -1"),
+        (ValueError, lambda: layer(x, [5, -1, 9, 7]), r"m_splits\[1\]: expected an integer >= 0, got -1"),
+        (ValueError, lambda: layer(x, [5, 0.0, 8, 7]), r"m_splits\[1\]: expected an integer >= 0, got 0.0"),
+        (RuntimeError, lambda: layer(x, torch.ones(4) * 5), "m_splits: expected integers, got float32"),
         (ValueError, lambda: layer(x, [5, 0, 9, 7]), r"m_splits: expected sizes that sum to 20 .*, got 21"),
         (ValueError, lambda: layer(x, torch.tensor([5, 0, 9, 7])), "m_splits: expected sizes that sum to 20"),
         (RuntimeError, lambda: layer(x[:, :8], SPLITS), r"x: expected shape \[..., rows, 16\], got \[20, 8\]"),
         (RuntimeError, lambda: layer(x, offs=offs[:3]), r"offs: expected length 4 \(the groups of b\), got 3"),
-        (RuntimeError, lambda: layer(x.half(), offs=offs), "b: expected float16 .*, got float32"),
-        (RuntimeError, lambda: layer(x.half(), SPLITS), r"b\[0\]: expected float16 .*, got float32"),
+        (RuntimeError, lambda: layer(x.half(), offs=offs), r"x: expected float32 \(the dtype of weight\), got float16"),
+        (RuntimeError, lambda: layer(x.half(), SPLITS), r"x: expected float32 \(the dtype of weight\), got float16"),
         (RuntimeError, lambda: layer(x, offs=[5, 10, 15, 20]), "offs: expected a tensor, got list"),
-        (ValueError, lambda: GroupedLinear(-1, 2, 3), "num_groups: expected >= 0, got -1"),
+        (ValueError, lambda: GroupedLinear(-1, 2, 3), "num_groups: expected an integer >= 0, got -1"),
+        (ValueError, lambda: GroupedLinear(1, 2, 3.0), "out_features: expected an integer >= 0, got 3.0"),
     ):
         with pytest.raises(error, match=text):
             call()

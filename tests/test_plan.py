@@ -264,7 +264,7 @@ def test_sm_margin_and_sm_count() -> None:
 
 @pytest.mark.parametrize("sm", (0, -90, 9, 90000))
 def test_impossible_architectures(sm: int) -> None:
-    with pytest.raises(ValueError, match=f"sm.*{sm}"):
+    with pytest.raises(ValueError, match=f"^sm: expected .*, got {sm}$"):
         plan([Group(8, 8, 8)], sm=sm)
 
 
@@ -273,6 +273,8 @@ def test_bad_calls_are_explained_too() -> None:
         gmm.explain([(8, 16)] * 2, [(16, 8), (24, 8)], sm=90)
     with pytest.raises(ValueError, match="sm_count"):
         gmm.explain([(8, 16)], [(16, 8)], sm_count=10)
+    with pytest.raises(ValueError, match="sm_count: expected >= 1, got -1"):
+        gmm.explain([(8, 16)], [(16, 8)], sm=90, sm_count=-1)
 
 
 def test_planning_writes_nothing_and_needs_no_gpu() -> None:

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
 def parse(text: str, argument: str = "backend") -> Choice:
     """Reads "NAME" (must take the call), "NAME,auto" (falls back with a warning) or "cutlass: KERNEL" (as in
     last_backend()). Raises ValueError for another name."""
-    choice = text.removesuffix(",auto")
+    choice = str(text).removesuffix(",auto")
     name, _, kernel = choice.partition(":")
     if name not in BACKENDS or (name == "auto" and name != choice):
         raise ValueError(f"{argument}: expected {', '.join(BACKENDS[:-1])} or {BACKENDS[-1]}, got {choice!r}")

@@ -60,12 +60,17 @@ def explain(
 
     Raises:
         RuntimeError: as the call would: shapes or dtypes contradict; the backend that was asked for cannot take it.
-        ValueError: unknown backend; sm_count without sm; offs with lists; trans_a without.
+        ValueError: unknown backend; sm or sm_count out of range, or sm_count without sm; offs with lists; trans_a
+            without.
 
     Does not synchronise.
     """
     if sm is None and sm_count is not None:
         raise ValueError(f"sm_count: expected None without sm, got {sm_count}")
+    if sm is not None and not 10 <= sm < 10000:
+        raise ValueError(f"sm: expected major * 10 + minor, for instance 90, got {sm}")
+    if sm_count is not None and sm_count < 1:
+        raise ValueError(f"sm_count: expected >= 1, got {sm_count}")
     options: dict[str, Any] = {
         "trans_b": trans_b,
         "accumulate": accumulate,

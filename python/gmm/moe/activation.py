@@ -66,21 +66,28 @@ def gated_activation(
         [R, I] in the dtype of h. Computed in float32, rounded once.
 
     Raises:
-        ValueError: unknown kind; up, interleaved or limit that the kind, or one another, does not allow.
+        ValueError: unknown kind; up, interleaved or limit that the kind, or one another, does not allow; a limit that is
+            not positive.
         RuntimeError: shapes, dtypes or devices contradict.
 
     One kernel forward, and one backward for all gradients; backward keeps h, and computes the function again.
     Derivatives of any order. Does not synchronise.
     """
+    check_options(kind, up is not None, interleaved, limit)
+    return _activation(h, up, weights, offs, kind, interleaved, limit)
+
+
+def check_options(kind: str, up: bool, interleaved: bool, limit: float | None) -> None:
+    """ValueError as gated_activation() raises it; up: whether it is given."""
     if kind not in KINDS:
         raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
-    gated = KINDS[kind].gated
-    for name, given in (("up", up is not None), ("interleaved", interleaved), ("limit", limit is not None)):
-        if given and not gated:
+    for name, given in (("up", up), ("interleaved", interleaved), ("limit", limit is not None)):
+        if given and not KINDS[kind].gated:
             raise ValueError(f"{name}: expected none, as {kind!r} has no gate")
-    if up is not None and interleaved:
+    if up and interleaved:
         raise ValueError("interleaved: expected False, as up is given apart")
-    return _activation(h, up, weights, offs, kind, interleaved, limit)
+    if limit is not None and not limit > 0:
+        raise ValueError(f"limit: expected > 0, got {limit}")
 
 
 def _check(h: Tensor, up: Tensor | None, weights: Tensor | None, offs: Tensor | None, kind: str) -> None:

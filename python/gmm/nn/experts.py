@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gmm.moe import KINDS, gated_activation
+from gmm.moe.activation import check_options
 from gmm.nn.linear import GroupedLinear
 
 _GATE_UP = ("concatenated", "interleaved", "apart")
@@ -30,6 +31,9 @@ class GroupedExperts(nn.Module):
         limit: gate and up are clamped to it first; see gmm.moe.gated_activation.
         linear_options: parameter_per_group, fuse_wgrad_accumulation, delay_wgrad_compute, sm_margin, device and dtype,
             as of gmm.nn.GroupedLinear, which all the projections are.
+
+    Raises:
+        ValueError: a size below 0; an unknown activation or gate_up; a limit that gated_activation() does not take.
     """
 
     def __init__(
@@ -50,12 +54,14 @@ class GroupedExperts(nn.Module):
         if gate_up not in _GATE_UP:
             raise ValueError(f"gate_up: expected one of {', '.join(_GATE_UP)}, got {gate_up!r}")
         self.num_experts, self.activation, self.limit = num_experts, activation, limit
-        self.interleaved = gate_up == "interleaved" and KINDS[activation].gated
+        gated = KINDS[activation].gated
+        self.interleaved = gate_up == "interleaved" and gated
+        check_options(activation, gate_up == "apart" and gated, self.interleaved, limit)
 
         def linear(inputs: int, outputs: int) -> GroupedLinear:
             return GroupedLinear(num_experts, inputs, outputs, bias, **linear_options)
 
-        if not KINDS[activation].gated:
+        if not gated:
             self.up = linear(hidden_size, ffn_size)
         elif gate_up == "apart":
             self.gate, self.up = linear(hidden_size, ffn_size), linear(hidden_size, ffn_size)
@@ -114,11 +120,18 @@ class GroupedExperts(nn.Module):
             y = gated_activation(y, "identity", weights=weights, offs=offs)
         return y
 
+    def reset_parameters(self) -> None:
+        """GroupedLinear.reset_parameters() of all projections."""
+        for linear in self._projections():
+            linear.reset_parameters()
+
     def backward_dw(self) -> None:
         """GroupedLinear.backward_dw() of all projections, last first."""
-        for linear in reversed(list(self.children())):
-            assert isinstance(linear, GroupedLinear)
+        for linear in reversed(self._projections()):
             linear.backward_dw()
+
+    def _projections(self) -> list[GroupedLinear]:
+        return [linear for linear in self.children() if isinstance(linear, GroupedLinear)]
 
     def extra_repr(self) -> str:
         """The activation."""

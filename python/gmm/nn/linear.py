@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gmm.check import check
+from gmm.check import check, dtype_name
 from gmm.grouped_mm import grouped_mm
 from gmm.nn.products import GroupedLinearFunction, Groups, WeightGrad, add_weight_grads, weight_grads
-from gmm.ragged.autograd import without_autocast
+from gmm.ragged.autograd import autocast_is_on, without_autocast
 
 
 class GroupedLinear(nn.Module):
@@ -56,8 +56,8 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if size < 0:
-                raise ValueError(f"{name}: expected >= 0, got {size}")
+            if not isinstance(size, int) or size < 0:
+                raise ValueError(f"{name}: expected an integer >= 0, got {size!r}")
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.parameter_per_group = parameter_per_group and num_groups > 0
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
@@ -107,8 +107,8 @@ class GroupedLinear(nn.Module):
             [..., out_features].
 
         Raises:
-            ValueError: not exactly one of m_splits and offs; a list of another length than num_groups, with a negative
-                size, or of another sum than the rows of x.
+            ValueError: not exactly one of m_splits and offs; a list of another length than num_groups, with a size that
+                is negative or no integer, or of another sum than the rows of x.
             RuntimeError: shapes, dtypes or devices contradict; a weight without main_grad that should have one.
 
         Of parameters that are DTensors, sharded in the groups, this process' groups count alone: x and the sizes, as a
@@ -119,6 +119,9 @@ class GroupedLinear(nn.Module):
         """
         if x.dim() < 2 or x.shape[-1] != self.in_features:  # dynamo cannot trace check() on symbolic sizes
             raise RuntimeError(f"x: expected shape [..., rows, {self.in_features}], got {list(x.shape)}")
+        dtype = self._tensors("weight")[0].dtype if self._names["weight"] else x.dtype
+        if x.dtype is not dtype and not autocast_is_on(x.device):
+            raise RuntimeError(f"x: expected {dtype_name(dtype)} (the dtype of weight), got {dtype_name(x.dtype)}")
         rows = x.flatten(0, -2)
         groups = self._groups(rows, m_splits, offs)
         if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
@@ -144,6 +147,8 @@ class GroupedLinear(nn.Module):
                 raise RuntimeError(f"offs: expected a tensor, got {type(offs).__name__}")
             return offs
         if isinstance(m_splits, Tensor):
+            if m_splits.is_floating_point():
+                raise RuntimeError(f"m_splits: expected integers, got {dtype_name(m_splits.dtype)}")
             if m_splits.device.type != "cpu" or torch.compiler.is_compiling():
                 check(m_splits.dim() == 1, "m_splits: expected 1 dimension, got {}", m_splits.dim())
                 return m_splits.to(rows.device).cumsum(0, dtype=torch.int32)
@@ -153,8 +158,8 @@ class GroupedLinear(nn.Module):
         if len(sizes) != self.num_groups:
             raise ValueError(f"m_splits: expected {self.num_groups} sizes (num_groups), got {len(sizes)}")
         for i, size in enumerate(sizes):
-            if size < 0:
-                raise ValueError(f"m_splits[{i}]: expected >= 0, got {size}")
+            if isinstance(size, float) or size < 0:
+                raise ValueError(f"m_splits[{i}]: expected an integer >= 0, got {size}")
         if sum(sizes) != rows.shape[0]:
             raise ValueError(f"m_splits: expected sizes that sum to {rows.shape[0]} (the rows of x), got {sum(sizes)}")
         return sizes
