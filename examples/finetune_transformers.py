@@ -4,7 +4,7 @@
     python examples/finetune_transformers.py --model Qwen/Qwen3-30B-A3B --dtype bfloat16 --length 4096 --steps 10
     python examples/finetune_transformers.py --experts grouped_mm              # the library's own, to compare
 
-The text is the project's README, or --text FILE.
+The text is the project's README, or --text FILE. Needs transformers >= 5: pip install "transformers>=5"
 """
 
 from __future__ import annotations

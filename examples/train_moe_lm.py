@@ -10,6 +10,7 @@ Each block is attention and an MoE layer of gmm.nn.GroupedExperts between gmm.mo
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import time
 from pathlib import Path
@@ -121,6 +122,8 @@ def main() -> None:
     parser.add_argument("--plot", metavar="FILE", help="draw the loss curve (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print the losses as JSON")
     options = parser.parse_args()
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     started = time.perf_counter()

@@ -14,3 +14,12 @@ def test_train_moe_lm() -> None:
     losses = result["losses"]
     assert len(losses) == 40 and result["backend"]
     assert sum(losses[-5:]) / 5 < losses[0] - 0.8, losses
+
+
+def test_plot_without_matplotlib(tmp_path: Path) -> None:
+    """Said before the training, not after it."""
+    hide = "import runpy, sys; sys.modules['matplotlib'] = None; sys.argv = ['x', '--plot', 'loss.png']\n"
+    command = [sys.executable, "-c", hide + f"runpy.run_path({str(EXAMPLE)!r}, run_name='__main__')"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2 and done.stderr.endswith("--plot needs matplotlib: pip install matplotlib\n")
+    assert not done.stdout

@@ -66,8 +66,8 @@ def gated_activation(
         [R, I] in the dtype of h. Computed in float32, rounded once.
 
     Raises:
-        ValueError: unknown kind; up, interleaved or limit that the kind, or one another, does not allow; a limit that is
-            not positive.
+        ValueError: unknown kind; up, interleaved or limit that the kind, or one another, does not allow; a limit that
+            is not positive.
         RuntimeError: shapes, dtypes or devices contradict.
 
     One kernel forward, and one backward for all gradients; backward keeps h, and computes the function again.
