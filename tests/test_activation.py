@@ -10,6 +10,7 @@ from moe_cases import BF16, FP16, FP32, GATED, close, expected_activation
 from torch import Tensor
 
 import gmm
+import gmm.compat.grouped_gemm
 from gmm.moe import KINDS
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -165,6 +166,58 @@ def test_opcheck_and_compile() -> None:
         grads = [torch.autograd.grad(y.square().sum(), (h, weights)) for y in results]
         for a, b in zip((results[0], *grads[0]), (results[1], *grads[1]), strict=True):
             torch.testing.assert_close(a, b)
+
+
+def test_create_graph_with_operands_of_one_another() -> None:
+    """Each operand's gradient is its own part; the engine goes on from there to what operands have in common."""
+    torch.manual_seed(0)
+    x, weights = torch.randn(4, 6), torch.randn(4, requires_grad=True)
+    h = (x * weights.sigmoid()[:, None]).detach().requires_grad_()
+    for loss, leaf in (
+        (lambda: gmm.moe.gated_activation(x * weights[:, None], weights=weights.sigmoid()).sum(), weights),
+        (lambda: gmm.moe.gated_activation(h, "reglu", up=h).sum(), h),
+        (lambda: gmm.moe.gated_activation(h, "geglu", up=h.sin(), limit=0.5).sum(), h),
+    ):
+        first = torch.autograd.grad(loss(), leaf)[0]
+        torch.testing.assert_close(torch.autograd.grad(loss(), leaf, create_graph=True)[0], first)
+
+
+def test_rows_of_no_group_with_create_graph() -> None:
+    """NaN there reaches no gradient of the first or of the second order."""
+    torch.manual_seed(0)
+    h, weights, offs = torch.randn(4, 6), torch.rand(4), torch.tensor([1, 2])
+    h[2:], weights[2:] = float("nan"), float("nan")
+    h.requires_grad_(), weights.requires_grad_()
+    y = gmm.moe.gated_activation(h, weights=weights, offs=offs)
+    dy = torch.full_like(y, float("nan"))
+    dy[:2] = 1
+    first = torch.autograd.grad(y, (h, weights), dy.requires_grad_(), create_graph=True)
+    second = torch.autograd.grad([g.square().sum() for g in first], (h, weights, dy))
+    for g in (*first, *second):
+        assert g.isfinite().all() and not g[2:].any() and g[:2].any()
+
+
+@pytest.mark.parametrize("create_graph", (False, True))
+def test_limit_between_two_values_of_the_dtype(create_graph: bool) -> None:
+    """7 is above 6.99, which is 7 in bfloat16."""
+    h = torch.tensor([[7.0, 1.0]], dtype=BF16, requires_grad=True)
+    y = gmm.moe.gated_activation(h, limit=6.99)
+    assert torch.autograd.grad(y.sum(), h, create_graph=create_graph)[0][0, 0] == 0
+
+
+def test_no_forward_mode() -> None:
+    """It raises; torch alone would return zeros."""
+    x, index = torch.randn(4, 8), torch.zeros(4, 1, dtype=torch.int64)
+    row_map, _ = gmm.moe.route(index, 1)
+    for name, function, primal in (
+        ("gated_activation", gmm.moe.gated_activation, x),
+        ("permute", lambda x: gmm.moe.permute(x, index, 1)[0], x),
+        ("permute_weights", lambda w: gmm.moe.permute_weights(w, row_map), x[:, :1]),
+        ("unpermute", lambda y: gmm.moe.unpermute(y, row_map), x),
+        ("permute", lambda x: gmm.compat.grouped_gemm.ops.permute(x, index)[0], x),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{name}: expected tensors without tangents"):
+            torch.func.jvp(function, (primal,), (primal,))
 
 
 def test_errors() -> None:

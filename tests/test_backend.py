@@ -42,6 +42,14 @@ def test_context_manager_restores_after_an_error() -> None:
     assert chosen_backend() == "cutlass"
 
 
+def test_a_setter_used_twice() -> None:
+    setter = gmm.use_backend("cublas")
+    for _ in range(2):
+        with setter:
+            assert chosen_backend() == "cublas"
+        assert chosen_backend() == "cutlass"
+
+
 def test_argument_overrules_the_setter() -> None:
     with gmm.use_backend("cublas"):
         assert chosen_backend("cutlass") == "cutlass"
@@ -145,8 +153,9 @@ except ValueError as error:
     print(error)
 print(chosen(backend="cublas"))
 """
-    error, other = python(ENVIRONMENT + code, GMM_BACKEND="fast").stdout.splitlines()
-    assert all(word in error for word in ("GMM_BACKEND", "'fast'", "cutlass")) and other == "cublas"
+    for name in ("fast", "triton,auto"):
+        error, other = python(ENVIRONMENT + code, GMM_BACKEND=name).stdout.splitlines()
+        assert all(word in error for word in ("GMM_BACKEND", f"'{name}'", "cutlass")) and other == "cublas"
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,11 @@ def repeated_d(call: Arguments) -> None:
     call["d"] = [call["d"][0]] * len(call["d"])
 
 
-def written_over(argument: str) -> Callable[[Arguments], None]:
+def written_over(argument: str, i: int = 1) -> Callable[[Arguments], None]:
     """d[1] begins where that operand does."""
 
     def change(call: Arguments) -> None:
-        call[argument][1], call["d"][1] = begin_alike(call[argument][1], call["d"][1])
+        call[argument][i], call["d"][1] = begin_alike(call[argument][i], call["d"][1])
 
     return change
 
@@ -95,6 +95,9 @@ ROWS: dict[str, tuple[Callable[[Arguments], Any], list[str]]] = {
     "bias_dtype": (put("bias", 1, N, dtype=FP32), ["bias[1]", "bfloat16", "float32"]),
     "d_overlaps_itself": (overlapping_d, ["d[1]"]),
     "d_repeated": (repeated_d, ["d[1]", "memory of its own", "d[0]"]),
+    "d_repeated_later": (lambda call: call["d"].__setitem__(2, call["d"][0]), ["d[2]", "memory of its own", "d[0]"]),
+    "d_over_another_a": (written_over("a", 0), ["d[1]", "memory of its own", "a[0]"]),
+    "d_over_another_b": (written_over("b", 2), ["d[1]", "memory of its own", "b[2]"]),
     "d_over_a": (written_over("a"), ["d[1]", "memory of its own", "a[1]"]),
     "d_over_b": (written_over("b"), ["d[1]", "memory of its own", "b[1]"]),
     "sm_margin": (lambda call: call.update(sm_margin=-1), ["sm_margin", "0", "-1"]),

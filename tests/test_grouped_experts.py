@@ -193,7 +193,7 @@ def test_autocast_row_24(auto_target: Target) -> None:
         y = layer(experts, x, index, weights)
     assert y.dtype == BF16
     y.sum().backward()
-    want = layer(experts_of(auto_target.device, dtype=BF16), x.detach().to(BF16), index, weights)
+    want = layer(experts_of(auto_target.device).to(BF16), x.detach().to(BF16), index, weights)
     torch.testing.assert_close(y, want, rtol=2.0**-6, atol=2.0**-6)
     assert x.grad.dtype == FP32 and all(p.grad.dtype == FP32 for p in experts.parameters())
 
@@ -257,6 +257,22 @@ def test_repr_and_errors() -> None:
         GroupedExperts(4, 8, 6, limit=-7.0)
     with pytest.raises(ValueError, match="limit: expected none, as 'relu2' has no gate"):
         GroupedExperts(4, 8, 6, "relu2", limit=7.0)
+
+
+def test_delayed_gradients_with_a_frozen_projection() -> None:
+    experts = GroupedExperts(3, 4, 6, delay_wgrad_compute=True)
+    experts.down.requires_grad_(False)
+    experts(torch.randn(6, 4), [1, 2, 3]).sum().backward()
+    experts.backward_dw()
+    assert experts.down.weight.grad is None and experts.gate_up.weight.grad.any()
+
+
+def test_more_dimensions() -> None:
+    """As GroupedLinear takes them."""
+    experts, x = GroupedExperts(3, 4, 6, bias=True), torch.randn(2, 3, 4)
+    weights = torch.rand(6)
+    y = experts(x, [1, 2, 3], weights)
+    assert y.shape == x.shape and torch.equal(y.view(6, 4), experts(x.view(6, 4), [1, 2, 3], weights))
 
 
 @pytest.mark.gpu

@@ -108,6 +108,11 @@ def test_errors() -> None:
         gg.backend.gmm(x, w, torch.tensor([3, 0, 3]), trans_a=True, trans_b=True)
     with pytest.raises(RuntimeError, match=r"indices: expected shape \[6, k\]"):
         gg.ops.permute(x, torch.zeros(5, 2, dtype=torch.int32))
+    for number in (-1, 13):
+        with pytest.raises(RuntimeError, match=f"num_out_tokens: expected 0 to 12 .*, got {number}"):
+            gg.ops.permute(x, torch.zeros(6, 2, dtype=torch.int32), number)
+    with pytest.raises(RuntimeError, match="probs: expected 2 dimensions, got 1"):
+        gg.ops.unpermute(x, torch.zeros(6, dtype=torch.int32), torch.ones(6))
     with pytest.raises(RuntimeError, match="row_id_map: expected 12 elements .*, got 6"):
         gg.ops.unpermute(x, torch.zeros(6, dtype=torch.int32), torch.ones(6, 2))
 

@@ -420,6 +420,57 @@ def test_compile_with_main_grad() -> None:
     torch.testing.assert_close(compiled, layer.weight.main_grad)
 
 
+@pytest.mark.parametrize("form", ("list", "offs"))
+@pytest.mark.parametrize("options", ({}, {"delay_wgrad_compute": True}, {"fuse_wgrad_accumulation": True}), ids=str)
+def test_frozen_experts(options: dict[str, bool], form: str) -> None:
+    """Get no gradient, and need no main_grad; the others' is as ever."""
+    layers = [layer_of(CPU, parameter_per_group=True, **options) for _ in range(2)]
+    layers[1].weight2.requires_grad_(False)
+    for layer in layers:
+        for p in layer.parameters():
+            if options.get("fuse_wgrad_accumulation") and p.requires_grad:
+                p.main_grad = torch.ones_like(p)
+        layer(randn(20, 16), **splits_in(form, SPLITS, CPU)).square().sum().backward()
+        layer.backward_dw()
+    for (name, p), q in zip(layers[1].named_parameters(), layers[0].parameters(), strict=True):
+        if name == "weight2":
+            assert p.grad is None and not hasattr(p, "main_grad")
+        elif options.get("fuse_wgrad_accumulation"):
+            torch.testing.assert_close(p.main_grad, q.main_grad)
+        else:
+            torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_delayed_gradients_of_changed_tensors() -> None:
+    x = torch.ones(20, 16)
+    for form, change in (("list", x.zero_), ("offs", None)):
+        layer, splits = layer_of(CPU, delay_wgrad_compute=True), splits_in(form, SPLITS, CPU)
+        layer(x, **splits).sum().backward()
+        (change or splits["offs"].zero_)()
+        with pytest.raises(RuntimeError, match="backward_dw: expected x, .*, got one changed in place"):
+            layer.backward_dw()
+        assert layer.weight.grad is None
+
+
+def test_delayed_gradients_under_another_autocast() -> None:
+    layer, x = layer_of(CPU, BF16, delay_wgrad_compute=True), randn(20, 16).to(BF16)
+    with torch.autocast("cpu", torch.float16):
+        y = layer(x, SPLITS)
+    y.sum().backward()
+    layer.backward_dw()
+    assert layer.weight.grad.dtype is BF16
+    want = torch.stack([rows.sum(0).expand(24, 16) for rows in x.double().split(SPLITS)])
+    torch.testing.assert_close(layer.weight.grad.double(), want, rtol=2.0**-7, atol=2.0**-6)
+
+
+@pytest.mark.parametrize("options", ({}, {"fuse_wgrad_accumulation": True}), ids=str)
+def test_no_second_derivative_of_lists(options: dict[str, bool]) -> None:
+    layer, x = layer_of(CPU, **options), randn(20, 16).requires_grad_()
+    layer.weight.main_grad = torch.zeros_like(layer.weight)
+    with pytest.raises(RuntimeError, match="GroupedLinear: expected a backward without create_graph"):
+        torch.autograd.grad(layer(x, SPLITS).sum(), x, create_graph=True)
+
+
 def test_errors() -> None:
     layer, x = layer_of(CPU), torch.zeros(20, 16)
     offs = torch.tensor(SPLITS).cumsum(0)
@@ -442,9 +493,17 @@ def test_errors() -> None:
     ):
         with pytest.raises(error, match=text):
             call()
+    assert GroupedLinear(torch.tensor(SPLITS).numpy()[0], 2, 3).num_groups == SPLITS[0]  # an integer of numpy's
     fused = layer_of(CPU, fuse_wgrad_accumulation=True, parameter_per_group=True)
     with pytest.raises(RuntimeError, match=r"weight0.main_grad: expected a tensor of shape \[24, 16\], got none"):
         fused(x, SPLITS)
+    for p in fused.parameters():
+        p.main_grad = torch.zeros(24, 16, dtype=BF16)
+    for splits in ({"m_splits": SPLITS}, {"offs": offs}):
+        with pytest.raises(
+            RuntimeError, match=r"weight0.main_grad: expected float32 \(the dtype of x\).*, got bfloat16"
+        ):
+            fused(x, **splits)
     with torch.no_grad():
         fused(x, SPLITS)
 

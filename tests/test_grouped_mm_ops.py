@@ -277,6 +277,19 @@ def compiled() -> Iterator[Callable[..., Any]]:
     torch._dynamo.reset()
 
 
+def test_compiled_weight_grad_out_of_any_size(compiled: Callable[..., Any]) -> None:
+    """One compiled function for layers of different sizes, which dynamo then takes as symbols."""
+    f = compiled(lambda x, w, offs, out: gmm.grouped_mm(x, w, offs, weight_grad_out=out), backend="eager")
+    for k in (4, 8, 12):
+        x, w, offs, out = torch.ones(6, k), torch.ones(3, k, 5), torch.tensor([1, 3, 5]), torch.zeros(3, k, 5)
+        f(x, w.requires_grad_(), offs, out).sum().backward()
+        assert torch.equal(out[:, 0, 0], torch.tensor([1.0, 2.0, 2.0]))
+    with pytest.raises(RuntimeError, match=r"weight_grad_out: expected shape \[3, 4, 5\], got \[3, 5, 4\]"):
+        gmm.grouped_mm(
+            torch.ones(6, 4), torch.ones(3, 4, 5).requires_grad_(), offs, weight_grad_out=torch.ones(3, 5, 4)
+        )
+
+
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_compiled_layer(auto_target: Target, compiled: Callable[..., Any], backend: str) -> None:
     """Forward and backward of an MoE layer with biases and weight_grad_out, in one graph."""

@@ -230,6 +230,11 @@ def test_opcheck(op: str) -> None:
     torch.library.opcheck(torch.ops.gmm.moe_route.default, (index, experts))
 
 
+def test_no_columns() -> None:
+    rows, row_map, _ = gmm.moe.permute(torch.zeros(3, 0), torch.zeros(3, 2, dtype=torch.int64), 1)
+    assert rows.shape == (6, 0) and gmm.moe.unpermute(rows, row_map).shape == (3, 0)
+
+
 def test_errors() -> None:
     x, index = torch.zeros(4, 8), torch.zeros(4, 2, dtype=torch.int64)
     row_map = torch.zeros(4, 2, dtype=torch.int32)

@@ -4,13 +4,16 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
+#include <functional>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gmm/gmm.h"
 #include "torch/strides.h"
@@ -113,12 +116,33 @@ inline void check_d_dtype(const std::string &name, int32_t dtype, int32_t ab_dty
 // the caller's part, as views may interleave.
 inline bool begins_at(const TensorView &other, const void *own) { return other.data() == own && !other.empty(); }
 
+// The same for lists. The outputs' pointers come first: where an input is a lazy clone of one, that becomes a copy.
+inline void check_own_memory(const TensorList &a, const TensorList &b, const TensorList &d) {
+  std::vector<std::pair<const void *, size_t>> own;  // where d[second] begins
+  own.reserve(d.size());
+  for (size_t i = 0; i < d.size(); ++i)
+    if (!d[i].empty()) own.emplace_back(d[i].mutable_data(), i);
+  if (own.empty()) return;
+  std::sort(own.begin(), own.end());
+  for (size_t i = 1; i < own.size(); ++i)
+    if (own[i].first == own[i - 1].first)
+      fail("d[%zu]: expected memory of its own, got that of d[%zu]", own[i].second, own[i - 1].second);
+  const std::less<const void *> before;
+  for (const auto &[name, list] : {std::pair{"a", &a}, {"b", &b}})
+    for (size_t i = 0; i < list->size(); ++i) {
+      const void *begin = (*list)[i].data();
+      if (before(begin, own.front().first) || before(own.back().first, begin)) continue;
+      const auto at = std::lower_bound(own.begin(), own.end(), std::pair{begin, size_t(0)});
+      if (at->first == begin && !(*list)[i].empty())
+        fail("d[%zu]: expected memory of its own, got that of %s[%zu]", at->second, name, i);
+    }
+}
+
 inline void check_d(const TensorList &a, const TensorList &b, const TensorList &d, const Options &options) {
   check_d_dtype("d[0]", d[0].dtype, a[0].dtype);
   for (size_t i = 1; i < d.size(); ++i)
     if (d[i].dtype != d[0].dtype) check_d_dtype("d[" + std::to_string(i) + "]", d[i].dtype, a[0].dtype);
   check_list("d", d, 2, a[0], d[0].dtype, "d[0]");
-  const void *before = nullptr;  // where the d before begins
   for (size_t i = 0; i < d.size(); ++i) {
     const int64_t m = a[i].sizes[options.trans_a], n = b[i].sizes[!options.trans_b];
     if (d[i].sizes[0] != m || d[i].sizes[1] != n)
@@ -127,13 +151,8 @@ inline void check_d(const TensorList &a, const TensorList &b, const TensorList &
     if (may_overlap_itself(d[i].sizes, d[i].strides, 2))
       fail("d[%zu]: expected elements that do not share memory, got shape [%lld, %lld] with strides [%lld, %lld]", i,
            (long long)m, (long long)n, (long long)d[i].strides[0], (long long)d[i].strides[1]);
-    // Before the inputs' pointers are asked for: a lazy clone of an input becomes a copy here.
-    const void *own = m && n ? d[i].mutable_data() : nullptr;
-    if (own && own == before) fail("d[%zu]: expected memory of its own, got that of d[%zu]", i, i - 1);
-    if (own && begins_at(a[i], own)) fail("d[%zu]: expected memory of its own, got that of a[%zu]", i, i);
-    if (own && begins_at(b[i], own)) fail("d[%zu]: expected memory of its own, got that of b[%zu]", i, i);
-    before = own;
   }
+  check_own_memory(a, b, d);
 }
 
 inline void check_bias(const TensorList &a, const TensorList &b, const TensorList &bias, int32_t d_dtype,

@@ -15,6 +15,10 @@
 
 #include "torch/strides.h"
 
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK  // not in torch 2.10
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace gmm {
 
 // What is needed of one tensor. Sizes and strides are borrowed from it, and have `dim` elements.

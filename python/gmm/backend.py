@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from typing import Any, NamedTuple
 
 import torch
@@ -55,13 +55,17 @@ class use_backend:
     def __init__(self, name: str | None) -> None:
         if name is not None:
             parse(name)
-        self._before = _selected.set(name)
+        self._name = name
+        self._before: Token[str | None] | None = _selected.set(name)
 
     def __enter__(self) -> None:
-        pass
+        if self._before is None:  # used before
+            self._before = _selected.set(self._name)
 
     def __exit__(self, *exception: object) -> None:
-        _selected.reset(self._before)
+        if self._before is not None:
+            _selected.reset(self._before)
+        self._before = None
 
 
 @torch.compiler.assume_constant_result  # a ContextVar cannot be traced by torch < 2.12
@@ -73,8 +77,9 @@ def resolve(backend: str | None) -> str:
         return name
     if _environment == "auto":
         return "auto"
-    parse(_environment, "GMM_BACKEND")
-    return f"{_environment},auto"
+    text = f"{_environment},auto"
+    parse(text, "GMM_BACKEND")
+    return text
 
 
 @torch.compiler.assume_constant_result

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -106,8 +107,9 @@ def _check_d(
         for size, expected in zip(x.shape, (m, n), strict=True):
             check(size == expected, "d[{}]: expected shape [{}, {}], got {}", i, m, n, list(x.shape))
         check_no_overlap(f"d[{i}]", x)
-        others = {f"d[{i - 1}]": d[i - 1]} if i else {}
-        check_own_memory(f"d[{i}]", x, {**others, f"a[{i}]": a[i], f"b[{i}]": b[i]})
+    lists = {"d": d, "a": a, "b": b}
+    named = {name: {f"{name}[{i}]": x for i, x in enumerate(tensors)} for name, tensors in lists.items()}
+    check_own_memory(named["d"], named["a"] | named["b"])
     return d[0].dtype
 
 
@@ -130,26 +132,42 @@ def check_not_inference(name: str, x: Tensor) -> None:
         raise RuntimeError(f"{name}: expected a normal tensor outside of inference mode, got an inference tensor")
 
 
+def check_no_tangents(function: str, *tensors: Tensor | None) -> None:
+    """Of functions on ops of torch.library, which have no forward mode: torch would let tangents vanish silently."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(f"{function}: expected tensors without tangents: it has no forward-mode derivative")
+
+
 def check_no_overlap(name: str, x: Tensor) -> None:
     """Whether each element of what is written has memory of its own."""
     expected = "{}: expected elements that do not share memory, got shape {} with strides {}"
     check(not may_overlap_itself(x), expected, name, list(x.shape), list(x.stride()))
 
 
-def check_own_memory(name: str, x: Tensor, others: dict[str, Tensor]) -> None:
-    """Whether what is written begins where none of the others does. That other elements are apart is the caller's part,
-    as views may interleave."""
-    for other, y in others.items():
-        check(not _begin_alike(x, y), "{}: expected memory of its own, got that of {}", name, other)
+def check_own_memory(written: dict[str, Tensor], read: dict[str, Tensor]) -> None:
+    """Whether what is written, by name, begins where nothing else does. That other elements are apart is the caller's
+    part, as views may interleave."""
+    begins: dict[tuple[int, int], str] = {}
+    for name, x in (written | read).items():
+        begin = _begin(x)
+        if begin is None:
+            continue
+        before = begins.get(begin)
+        if before is not None:
+            first, other = (name, before) if name in written else (before, name)
+            raise RuntimeError(f"{first}: expected memory of its own, got that of {other}")
+        if name in written:
+            begins[begin] = name
 
 
-def _begin_alike(x: Tensor, y: Tensor) -> bool:
-    """Whether both have elements, and the first one in common. Symbolic sizes count as apart."""
-    numbers = (x.numel(), y.numel(), x.storage_offset(), y.storage_offset())
-    if not all(isinstance(number, int) for number in numbers) or not x.numel() or not y.numel():
-        return False
-    same = x.untyped_storage()._cdata == y.untyped_storage()._cdata
-    return same and bool(x.storage_offset() * x.element_size() == y.storage_offset() * y.element_size())
+def _begin(x: Tensor) -> tuple[int, int] | None:
+    """The storage, and the first element's byte in it. None without elements, or with symbolic sizes."""
+    offset = x.storage_offset()
+    if not isinstance(x.numel(), int) or not isinstance(offset, int) or not x.numel():
+        return None
+    return x.untyped_storage()._cdata, offset * x.element_size()
 
 
 def may_overlap_itself(x: Tensor) -> bool:

@@ -42,8 +42,8 @@ def parse_layer(text: str) -> Layer:
         layer = Layer(*map(int, text.split(",")))
     except (TypeError, ValueError):
         raise argparse.ArgumentTypeError(f"expected E,rows,N,K, as 128,512,1536,2048, got {text!r}") from None
-    if min(layer) < 1:
-        raise argparse.ArgumentTypeError(f"expected positive numbers, got {text!r}")
+    if min(layer) < 1 or max(layer) >= 2**31:
+        raise argparse.ArgumentTypeError(f"expected positive numbers below 2^31, got {text!r}")
     return layer
 
 

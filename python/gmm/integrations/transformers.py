@@ -53,7 +53,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         self: the module, with the fields that transformers' use_experts_implementation gives it.
         hidden_states: [T, H].
         top_k_index: [T, k] expert ids; num_experts stands for one that another process holds.
-        top_k_weights: [T, k], of any floating dtype.
+        top_k_weights: [T, k], bfloat16, float16 or float32.
 
     Returns:
         [T, H], in the dtype of hidden_states; the k contributions of a token are added in float32, in a fixed order.

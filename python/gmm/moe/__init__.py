@@ -6,7 +6,8 @@
     hidden = gmm.moe.unpermute(gmm.grouped_mm(h, down, offs, trans_b=True), row_map)
 
 No function here synchronises with the device. Each is one op or a few, in Triton where there is Triton for the device
-and in plain torch elsewhere; all may be differentiated, compiled with fullgraph=True and captured in a CUDA graph.
+and in plain torch elsewhere; all may be differentiated by autograd (not by torch.func, nor in forward mode: that
+raises), compiled with fullgraph=True and captured in a CUDA graph.
 
 routing.py has the order of the tokens, permute.py moves them, activation.py computes on them; row_kernels.py and
 activation_kernels.py are their device code.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gmm.check import DTYPES, check, dtype_name
+from gmm.check import DTYPES, check, check_no_tangents, dtype_name
 from gmm.moe.launch import Activation, activation_backward_in_triton, activation_in_triton, takes
 
 
@@ -74,6 +74,7 @@ def gated_activation(
     Derivatives of any order. Does not synchronise.
     """
     check_options(kind, up is not None, interleaved, limit)
+    check_no_tangents("gated_activation", h, up, weights)
     return _activation(h, up, weights, offs, kind, interleaved, limit)
 
 
@@ -175,7 +176,6 @@ def _activation_in_torch(
     interleaved: bool,
     limit: float | None,
 ) -> Tensor:
-    """Differentiable, too: the backward that is differentiated itself goes through it."""
     k = KINDS[kind]
     gate, up = _parts(h, up, k, interleaved)
     gate, up = gate.float(), None if up is None else up.float()
@@ -200,28 +200,31 @@ def _activation_backward_in_torch(
     interleaved: bool,
     limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    k = KINDS[kind]
-    gate, value_up = _parts(h, up, k, interleaved)
-    x, shifted = gate.float(), None if value_up is None else value_up.float() + k.shift
-    if limit is not None and value_up is not None:
-        x, shifted = x.clamp(max=limit), value_up.float().clamp(-limit, limit) + k.shift
-    dy, f, kept = dy.float(), value(x, k.function, k.alpha), _in_group(h, offs)
-    product = f if shifted is None else f * shifted
-    dweights = dy * product
+    """Of plain torch operations on all operands, so that it is differentiable itself, to any order."""
+    k, kept, whole = KINDS[kind], _in_group(h, offs), up is None
+
+    def operand(x: Tensor) -> Tensor:
+        # Rows of no group are left out here, not in the result: NaN in them, times zero, would be NaN in the gradients.
+        return x.float() if kept is None else torch.where(kept, x.float(), 0)
+
+    gate, up = _parts(h, up, k, interleaved)
+    dy, gate, up = operand(dy), operand(gate), None if up is None else operand(up)
+    x, shifted = gate, None if up is None else up + k.shift
+    if limit is not None and up is not None:
+        x, shifted = gate.clamp(max=limit), up.clamp(-limit, limit) + k.shift
+    f = value(x, k.function, k.alpha)
+    dweights = dy * (f if shifted is None else f * shifted)
     if weights is not None:
-        dy = dy * weights.float().unsqueeze(1)
-    dgate = dy * derivative(x, k.function, k.alpha)
-    dup = dy * f
+        dy = dy * operand(weights.unsqueeze(1))
+    dgate, dup = dy * derivative(x, k.function, k.alpha), dy * f
     if shifted is not None:
         dgate = dgate * shifted
-    if limit is not None and value_up is not None:
-        dgate, dup = dgate.masked_fill(gate > limit, 0), dup.masked_fill(value_up.abs() > limit, 0)
-    if kept is not None:
-        dgate, dup, dweights = (torch.where(kept, g, 0) for g in (dgate, dup, dweights))
+    if limit is not None and up is not None:
+        dgate, dup = dgate.masked_fill(gate > limit, 0), dup.masked_fill(up.abs() > limit, 0)
     nothing = h.new_empty(0)
     dw = nothing if weights is None else dweights.sum(1).to(weights.dtype)
-    if not k.gated or up is not None:
-        return dgate.to(h.dtype), nothing if up is None else dup.to(h.dtype), dw
+    if not k.gated or not whole:
+        return dgate.to(h.dtype), nothing if whole else dup.to(h.dtype), dw
     dh = torch.stack([dgate, dup], 2).flatten(1) if interleaved else torch.cat([dgate, dup], 1)
     return dh.to(h.dtype), nothing, dw
 
@@ -272,13 +275,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     h, up, weights, offs = ctx.saved_tensors
-    if torch.is_grad_enabled():  # create_graph: through torch's own derivatives
-        inputs = [x for x in (h, up, weights) if x is not None and x.requires_grad]
-        y = _activation_in_torch(h, up, weights, offs, *ctx.options)
-        grads = iter(torch.autograd.grad(y, inputs, dy, create_graph=True))
-        dh, dup, dw = (next(grads) if x is not None and x.requires_grad else None for x in (h, up, weights))
-    else:
-        dh, dup, dw = _activation_backward(dy, h, up, weights, offs, *ctx.options)
+    # With create_graph through what torch can differentiate.
+    backward = _activation_backward_in_torch if torch.is_grad_enabled() else _activation_backward
+    dh, dup, dw = backward(dy, h, up, weights, offs, *ctx.options)
     needs_h, needs_up, needs_weights = ctx.needs_input_grad[:3]
     nothing = (None,) * 4
     return dh if needs_h else None, dup if needs_up else None, dw if needs_weights else None, *nothing

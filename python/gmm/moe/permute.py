@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gmm.check import DTYPES, check, dtype_name
+from gmm.check import DTYPES, check, check_no_tangents, dtype_name
 from gmm.moe.launch import dots_in_triton, permute_in_triton, takes, unpermute_in_triton
 from gmm.moe.routing import route
 
@@ -42,6 +42,7 @@ def permute(x: Tensor, top_k_index: Tensor, num_experts: int) -> tuple[Tensor, T
 
     Does not synchronise, drops no token. The gradient of x is the sum of its rows' in float32, rounded once.
     """
+    check_no_tangents("permute", x)
     row_map, offs = route(top_k_index, num_experts)
     return _permute(x, row_map, None, row_map.shape[0] * row_map.shape[1]), row_map, offs
 
@@ -52,6 +53,7 @@ def permute_weights(top_k_weights: Tensor, row_map: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
+    check_no_tangents("permute_weights", top_k_weights)
     _check_weights_shape(top_k_weights, row_map)
     pairs = row_map.shape[0] * row_map.shape[1]
     return _permute(top_k_weights.reshape(-1, 1), row_map.reshape(-1, 1), None, pairs).view(pairs)
@@ -64,8 +66,8 @@ def unpermute(y: Tensor, row_map: Tensor, top_k_weights: Tensor | None = None) -
         y: [T*k, H] rows in the experts' order, in bfloat16, float16 or float32. The rows of sentinels are not read.
             There may be fewer rows: those that are missing count as zeros.
         row_map: [T, k], from permute() or route().
-        top_k_weights: [T, k], of any floating dtype; None: all are 1, as where gated_activation() has applied them,
-            which keeps backward from reading y.
+        top_k_weights: [T, k], bfloat16, float16 or float32; None: all are 1, as where gated_activation() has applied
+            them, which keeps backward from reading y.
 
     Returns:
         [T, H] in the dtype of y: summed in float32 in the order of the choices, rounded once. Equal from run to run.
@@ -73,6 +75,7 @@ def unpermute(y: Tensor, row_map: Tensor, top_k_weights: Tensor | None = None) -
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
     """
+    check_no_tangents("unpermute", y, top_k_weights)
     return _unpermute(y, row_map, top_k_weights)
 
 
@@ -127,7 +130,7 @@ def _permute_in_torch(x: Tensor, row_map: Tensor, weights: Tensor | None, rows: 
     tokens, k = row_map.shape
     values = _scaled(x.unsqueeze(1).expand(tokens, k, x.shape[1]), weights).to(x.dtype)
     out = x.new_zeros((rows + 1, x.shape[1]))  # the last one takes the pairs without a row
-    return out.index_copy_(0, _targets(row_map, rows).reshape(-1), values.reshape(-1, x.shape[1]))[:rows]
+    return out.index_copy_(0, _targets(row_map, rows).reshape(-1), values.reshape(row_map.numel(), x.shape[1]))[:rows]
 
 
 def _targets(row_map: Tensor, rows: int) -> Tensor:

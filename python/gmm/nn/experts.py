@@ -82,14 +82,14 @@ class GroupedExperts(nn.Module):
         """weights[r] * the network of r's expert at x[r], for each row r.
 
         Args:
-            x: [R, H] tokens by expert, as gmm.moe.permute() gives them.
+            x: [..., H] tokens by expert, as gmm.moe.permute() gives them; R rows in all.
             m_splits: sizes of the groups, as of GroupedLinear.forward(). Rows after the last group give zeros.
             weights: [R] routing weights, as gmm.moe.permute_weights() gives them; None: all are 1.
             is_first_microbatch: as of GroupedLinear.forward().
             offs: ends of the groups, in place of m_splits.
 
         Returns:
-            [R, H].
+            As x.
 
         Raises:
             ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
@@ -97,6 +97,7 @@ class GroupedExperts(nn.Module):
         Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel
         of their own.
         """
+        shape, x = x.shape, x.flatten(0, -2) if x.dim() > 2 else x
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
             offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
         groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
@@ -118,7 +119,7 @@ class GroupedExperts(nn.Module):
         y: Tensor = self.down(h, **groups)
         if self._scales_output and weights is not None:
             y = gated_activation(y, "identity", weights=weights, offs=offs)
-        return y
+        return y.view(*shape[:-1], y.shape[-1])
 
     def reset_parameters(self) -> None:
         """GroupedLinear.reset_parameters() of all projections."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gmm.check import check, dtype_name
+from gmm.check import check, check_d_dtype, dtype_name
 from gmm.grouped_mm import grouped_mm
 from gmm.nn.products import GroupedLinearFunction, Groups, WeightGrad, add_weight_grads, weight_grads
 from gmm.ragged.autograd import autocast_is_on, without_autocast
@@ -37,7 +38,9 @@ class GroupedLinear(nn.Module):
         dtype: of the parameters.
 
     Under torch.autocast it computes in autocast's dtype. Compiles with fullgraph=True, but with
-    fuse_wgrad_accumulation or delay_wgrad_compute, which run outside of compiled code.
+    fuse_wgrad_accumulation or delay_wgrad_compute, which run outside of compiled code. Frozen weights, those that do
+    not require grad, get no gradient anywhere. create_graph=True and torch.func are for calls with offs or with sizes
+    on the device, and without those two options.
     """
 
     def __init__(
@@ -56,15 +59,16 @@ class GroupedLinear(nn.Module):
     ) -> None:
         super().__init__()
         for name, size in (("num_groups", num_groups), ("in_features", in_features), ("out_features", out_features)):
-            if not isinstance(size, int) or size < 0:
+            if not isinstance(size, Integral) or size < 0:
                 raise ValueError(f"{name}: expected an integer >= 0, got {size!r}")
+        num_groups, in_features, out_features = int(num_groups), int(in_features), int(out_features)
         self.num_groups, self.in_features, self.out_features = num_groups, in_features, out_features
         self.parameter_per_group = parameter_per_group and num_groups > 0
         self.fuse_wgrad_accumulation, self.delay_wgrad_compute = fuse_wgrad_accumulation, delay_wgrad_compute
         self.sm_margin = sm_margin
         self._names = {"weight": self._add("weight", (out_features, in_features), device, dtype)}
         self._names["bias"] = self._add("bias", (out_features,), device, dtype) if bias else []
-        self._pending: deque[WeightGrad] = deque()
+        self._pending: deque[tuple[WeightGrad, list[int]]] = deque()  # with the versions of the tensors in it
         self._hooks: list[Callable[[], None]] = []
         self.reset_parameters()
 
@@ -98,8 +102,9 @@ class GroupedLinear(nn.Module):
 
         Args:
             x: [..., in_features], in the dtype of the parameters: the rows of group 0, then those of group 1, ...
-            m_splits: number of rows of each group: a list or a tensor on the CPU, which must sum to the rows of x, or
-                a tensor on the device of x, which the host does not read. Rows after the last group give zeros.
+            m_splits: number of rows of each group: a list or a tensor on the CPU, which must sum to the rows of x
+                (compiled code does not look into the tensor), or a tensor on the device of x, which the host does not
+                read. Rows after the last group give zeros.
             is_first_microbatch: True: main_grad is overwritten instead of added to, with fuse_wgrad_accumulation.
             offs: in the place of m_splits, the ends of the groups: [E], int32 or int64, on the device of x.
 
@@ -135,8 +140,9 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable
     def _forward_as_owner(self, rows: Tensor, groups: Groups, overwrite: bool) -> Tensor:
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self._tensors("weight")[0].requires_grad:
-            self._main_grads()  # says now what backward would miss
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            autocast = autocast_is_on(rows.device)
+            self._main_grads(torch.get_autocast_dtype(rows.device.type) if autocast else rows.dtype)
         return GroupedLinearFunction.apply(rows, groups, self, overwrite, self.sm_margin, *self._parameters_in_order())
 
     def _groups(self, rows: Tensor, m_splits: Sequence[int] | Tensor | None, offs: Tensor | None) -> Groups:
@@ -184,7 +190,7 @@ class GroupedLinear(nn.Module):
         """Called by backward: the gradient's product, or its place in the queue. Returns the weights' grads."""
         if not self.delay_wgrad_compute:
             return self._weight_grads(pending)
-        self._pending.append(pending)
+        self._pending.append((pending, _versions(pending)))
         return [None] * len(self._names["weight"])
 
     def backward_dw(self) -> None:
@@ -192,17 +198,30 @@ class GroupedLinear(nn.Module):
         with fuse_wgrad_accumulation, else added to grad. Does not synchronise.
 
         Raises:
-            RuntimeError: no backward has left any.
+            RuntimeError: no backward has left any; x, the gradient of the result or offs has been changed in place
+                since then.
+
+        Weights that are frozen get none.
         """
         if not self.delay_wgrad_compute:
             return
+        weights = self._tensors("weight")
+        if not any(weight.requires_grad for weight in weights):
+            self._pending.clear()
+            return
         if not self._pending:
             raise RuntimeError("backward_dw: expected a backward before it, got none whose weight gradients are left")
+        pending, versions = self._pending[0]
+        if versions != _versions(pending):
+            raise RuntimeError("backward_dw: expected x, its gradient and offs as they were, got one changed in place")
         with torch.no_grad():
-            grads = self._weight_grads(self._pending.popleft())
+            grads = self._weight_grads(pending)
             if not self.fuse_wgrad_accumulation:
-                for weight, grad in zip(self._tensors("weight"), grads, strict=True):
-                    weight.grad = grad if weight.grad is None or grad is None else weight.grad.add_(grad)
+                for weight, grad in zip(weights, grads, strict=True):
+                    if weight.requires_grad and grad is not None:
+                        grad = grad.to(weight.dtype)  # float32, where autocast gave x another dtype
+                        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        self._pending.popleft()
         for hook in self._hooks:
             hook()
 
@@ -217,16 +236,23 @@ class GroupedLinear(nn.Module):
         if not self.fuse_wgrad_accumulation:
             return weight_grads(dy, x, weights, groups, self.sm_margin)
         accumulate = not (overwrite or getattr(weights[0], "overwrite_main_grad", False))
-        add_weight_grads(dy, x, self._main_grads(), groups, accumulate, self.sm_margin)
-        return [_mark_added(weight) for weight in weights]
+        add_weight_grads(dy, x, self._main_grads(x.dtype), groups, accumulate, self.sm_margin)
+        return [_mark_added(weight) if weight.requires_grad else None for weight in weights]
 
-    def _main_grads(self) -> list[Tensor]:
-        grads = []
+    def _main_grads(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """In float32 or in the dtype of x; None for weights that are frozen."""
+        grads: list[Tensor | None] = []
         for name, weight in zip(self._names["weight"], self._tensors("weight"), strict=True):
             grad = getattr(weight, "main_grad", None)
+            if not weight.requires_grad:
+                grads.append(None)
+                continue
             if grad is None or grad.shape != weight.shape:
                 got = "none" if grad is None else list(grad.shape)
                 raise RuntimeError(f"{name}.main_grad: expected a tensor of shape {list(weight.shape)}, got {got}")
+            check_d_dtype(f"{name}.main_grad", grad.dtype, dtype, "x")
+            expected = "{}.main_grad: expected a tensor on {} (where the weight is), got one on {}"
+            check(grad.device == weight.device, expected, name, weight.device, grad.device)
             grads.append(grad)
         return grads
 
@@ -265,6 +291,11 @@ def _local(parameter: Tensor) -> Tensor:
     """Of a DTensor, which expert parallelism shards in the groups, those that this process has."""
     to_local: Callable[[], Tensor] | None = getattr(parameter, "to_local", None)
     return parameter if to_local is None else to_local()
+
+
+def _versions(pending: WeightGrad) -> list[int]:
+    """A number for each of its tensors, which rises with every change in place."""
+    return [x._version for x in pending if isinstance(x, Tensor)]
 
 
 def _mark_added(weight: nn.Parameter) -> Tensor | None:

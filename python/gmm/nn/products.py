@@ -43,16 +43,23 @@ def weight_grads(dy: Tensor, x: Tensor, weights: Weights, groups: Groups, sm_mar
     return [dw] if like.dim() == 3 else dw.unbind()
 
 
-def add_weight_grads(dy: Tensor, x: Tensor, outs: Weights, groups: Groups, accumulate: bool, sm_margin: int) -> None:
-    """Adds them to outs, or overwrites those."""
+def add_weight_grads(
+    dy: Tensor, x: Tensor, outs: Sequence[Tensor | None], groups: Groups, accumulate: bool, sm_margin: int
+) -> None:
+    """Adds them to outs, or overwrites those; not where it is None."""
+    whole = outs[0]
     if not isinstance(groups, Tensor):
-        parts = dy.split(groups), x.split(groups), _listed(outs, 3)
-        multi_tensor_gemm(*parts, trans_a=True, accumulate=accumulate, sm_margin=sm_margin)
-    elif outs[0].dim() == 3:
-        grouped_mm(dy.mT, x, groups, out=outs[0], accumulate=accumulate, sm_margin=sm_margin)
+        every = _listed([whole], 3) if whole is not None and whole.dim() == 3 else outs
+        wanted = [parts for parts in zip(dy.split(groups), x.split(groups), every, strict=True) if parts[2] is not None]
+        a, b, d = zip(*wanted, strict=True) if wanted else ((), (), ())
+        multi_tensor_gemm(a, b, d, trans_a=True, accumulate=accumulate, sm_margin=sm_margin)
+    elif whole is not None and whole.dim() == 3:
+        grouped_mm(dy.mT, x, groups, out=whole, accumulate=accumulate, sm_margin=sm_margin)
     else:
         dw = grouped_mm(dy.mT, x, groups, out_dtype=torch.float32, sm_margin=sm_margin).unbind()
-        (torch._foreach_add_ if accumulate else torch._foreach_copy_)(list(outs), dw)
+        pairs = [(out, grad) for out, grad in zip(outs, dw, strict=True) if out is not None]
+        add = torch._foreach_add_ if accumulate else torch._foreach_copy_
+        add([out for out, _ in pairs], [grad for _, grad in pairs])
 
 
 def bias_grads(dy: Tensor, biases: Weights, groups: Groups) -> Sequence[Tensor]:
@@ -120,6 +127,11 @@ class GroupedLinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "GroupedLinear: expected a backward without create_graph, which goes with offs or with sizes on the"
+                " device, and without fuse_wgrad_accumulation and delay_wgrad_compute"
+            )
         x, *saved = ctx.saved_tensors
         groups = saved.pop() if ctx.sizes is None else ctx.sizes
         count, needs = ctx.count, ctx.needs_input_grad

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gmm.check import check_no_tangents
 from gmm.compat.grouped_gemm.backend import ends
 from gmm.grouped_mm import grouped_mm
 from gmm.moe import unpermute as combine
@@ -48,14 +49,17 @@ def permute(
 
     Differentiable in input_act. Never synchronises with the device.
     """
+    check_no_tangents("permute", input_act)
     indices = indices.view(-1, 1) if indices.dim() == 1 else indices
     if indices.dim() != 2 or indices.shape[0] != input_act.shape[0]:
         expected = f"[{input_act.shape[0]}, k] (input_act has {input_act.shape[0]} rows)"
         raise RuntimeError(f"indices: expected shape {expected}, got {list(indices.shape)}")
+    kept = num_out_tokens or indices.numel()
+    if not 0 <= kept <= indices.numel():
+        raise RuntimeError(f"num_out_tokens: expected 0 to {indices.numel()} (the elements of indices), got {kept}")
     # Not gmm.moe.route, which must know the number of experts: here nobody tells, and to look would synchronise.
     order = indices.reshape(-1).argsort(stable=True)
     rows = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
-    kept = num_out_tokens or order.numel()
     rows = torch.where(rows < kept, rows, ~rows)
     row_map = torch.empty_like(rows).scatter_(0, order, rows).view(indices.shape)
     return torch.ops.gmm.moe_permute(input_act, row_map, None, kept), row_map.t().reshape(-1)
@@ -67,13 +71,15 @@ def unpermute(input_act: Tensor, row_id_map: Tensor, probs: Tensor | None = None
     Args:
         input_act: [rows, H], in permute()'s order.
         row_id_map: [k * T], from permute(). Rows that were not kept add nothing.
-        probs: [T, k] weights, of any floating dtype; None: k is 1, and all are 1.
+        probs: [T, k] weights, bfloat16, float16 or float32; None: k is 1, and all are 1.
 
     Raises:
         RuntimeError: shapes, dtypes or devices contradict.
 
     Differentiable in input_act and probs; equal from run to run. Never synchronises with the device.
     """
+    if probs is not None and probs.dim() != 2:
+        raise RuntimeError(f"probs: expected 2 dimensions, got {probs.dim()}")
     top_k = 1 if probs is None else probs.shape[1]
     tokens = row_id_map.numel() if probs is None else probs.shape[0]
     if row_id_map.numel() != tokens * top_k:
