@@ -59,6 +59,10 @@ class Args(Structure):
         ("stride_b", c_int64),
         ("stride_d", c_int64),
         ("stride_bias", c_int64),
+        ("epilogue", c_int32),
+        ("h", Matrix),
+        ("row_weights", c_void_p),
+        ("row_sums", c_void_p),
     ]
 
 

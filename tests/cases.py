@@ -38,9 +38,11 @@ HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (*HALVES, torch.float32)
 
 
-# The CUTLASS kernels' names, out of the tables that the plan chooses from.
+# The CUTLASS kernels' names, out of the tables that the plan chooses from; apart those with an epilogue.
 HEADERS = (Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90").glob("*/heuristics.h")
-KERNELS = sorted(name for header in HEADERS for name in re.findall(r'"(sm90_\w+)"', header.read_text()))
+NAMES = sorted(name for header in HEADERS for name in re.findall(r'"(sm90_\w+)"', header.read_text()))
+KERNELS = [name for name in NAMES if "swiglu" not in name]
+SWIGLU, SWIGLU_BACKWARD = (name for name in NAMES if "swiglu" in name)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import c_api
 import torch
 from c_api import LIST, RAGGED_K, RAGGED_M, Operands
-from cases import DGRAD, FORWARD, KERNELS, LAYOUTS, Layout
+from cases import DGRAD, FORWARD, KERNELS, LAYOUTS, SWIGLU, SWIGLU_BACKWARD, Layout
 from check import CANARY, NAN
 from torch import Tensor
 
@@ -126,22 +126,27 @@ def check_values(d: Sequence[Tensor], exact: Sequence[Tensor], what: str) -> Non
 def call(x: Operands, buffers: Sequence[Buffer], form: int, accumulate: bool, kernel: str, backend: int) -> str | None:
     """Runs one call and checks all of it. What it was, or None where the kernel does not take it."""
     args = c_api.arguments(x, form, accumulate=accumulate, kernel=kernel, backend=backend)
+    return run_checked(args, x.d, expected(x, [d.cpu() for d in x.d], form, accumulate), buffers)
+
+
+def run_checked(
+    args: c_api.Args, outputs: Sequence[Tensor], exact: Sequence[Tensor], buffers: Sequence[Buffer]
+) -> str | None:
+    """The same, given what the outputs must hold."""
     plan = c_api.plan(args, None if DEVICE.type == "cuda" else 90)
     if plan is None:
         return None
-    what = f"{plan.kernel.decode()} form {form} {x.a[0].dtype} into {x.d[0].dtype}"
-    before = [d.cpu() for d in x.d]
-    exact = expected(x, before, form, accumulate)
+    what = f"{plan.kernel.decode()} form {args.form} into {outputs[0].dtype}"
     memory = torch.full((plan.workspace_bytes + 512,), int(CANARY), dtype=torch.uint8).to(DEVICE)
     space = Buffer(memory[256:-256], memory)  # allocations are 256-byte aligned
     if DEVICE.type == "cuda":
         c_api.run(args, space.tensor)
         torch.cuda.synchronize()
     else:
-        for d, want in zip(x.d, exact, strict=True):
+        for d, want in zip(outputs, exact, strict=True):
             d.copy_(want)
-    check_values(x.d, exact, what)
-    assert all(b.intact() for b in buffers), f"{what}: wrote outside of d"
+    check_values(outputs, exact, what)
+    assert all(b.intact() for b in buffers), f"{what}: wrote outside of its outputs"
     assert space.intact(), f"{what}: wrote outside of its workspace"
     return what
 
@@ -234,6 +239,70 @@ def ragged_call(
     return call(Operands([a], [b], [d.tensor], bias, offs), [d], form, accumulate, kernel, c_api.CUTLASS)
 
 
+def swiglu_calls(kernel: str) -> Iterator[str | None]:
+    """Right and hostile ends, with and without routing weights; forward with and without h."""
+    options = ((torch.int32, True, BF16, True), (torch.int64, False, FP16, False))
+    for ends, (offs_dtype, trans_b, dtype, weighted) in itertools.product(ENDS.values(), options):
+        offs = torch.tensor(ends, dtype=offs_dtype).to(DEVICE)
+        if kernel == SWIGLU:
+            yield swiglu_call(offs, trans_b, dtype, weighted, keeps_h=weighted)
+        else:
+            yield swiglu_backward_call(offs, trans_b, dtype, weighted)
+
+
+def swiglu_call(offs: Tensor, trans_b: bool, dtype: torch.dtype, weighted: bool, keeps_h: bool) -> str | None:
+    x, weights, w, product = swiglu_operands(offs, K, 2 * N, trans_b, dtype, weighted)
+    gate, up = product.chunk(2, 1)
+    exact = [torch.nn.functional.silu(gate) * up * (1 if weights is None else weights.cpu()[:, None])]
+    outputs = [buffer(torch.full((TOTAL, N), NAN, dtype=dtype), exact=False)]
+    args = c_api.arguments(Operands([x], [w], [outputs[0].tensor], None, offs), RAGGED_M, accumulate=False)
+    args.kernel, args.epilogue = SWIGLU.encode(), 1
+    args.row_weights = None if weights is None else weights.data_ptr()
+    if keeps_h:
+        exact.append(product)
+        outputs.append(buffer(torch.full((TOTAL, 2 * N), NAN, dtype=dtype), exact=True))
+        args.h = c_api.Matrix.of(outputs[1].tensor)
+    return run_checked(args, [b.tensor for b in outputs], exact, outputs)
+
+
+def swiglu_backward_call(offs: Tensor, trans_b: bool, dtype: torch.dtype, weighted: bool) -> str | None:
+    dy, weights, w, product = swiglu_operands(offs, K, N, trans_b, dtype, weighted)
+    h = random(TOTAL, 2 * N, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    gate, up = h.cpu().float().chunk(2, 1)
+    s = torch.sigmoid(gate)
+    scaled = product * (1 if weights is None else weights.cpu()[:, None])
+    exact = [torch.cat([scaled * up * (s * (1 + gate * (1 - s))), scaled * gate * s], 1)]
+    outputs = [buffer(torch.full((TOTAL, 2 * N), NAN, dtype=dtype), exact=False)]
+    args = c_api.arguments(Operands([dy], [w], [h], None, offs), RAGGED_M, accumulate=False)
+    args.d = (c_api.Matrix * 1)(c_api.Matrix.of(outputs[0].tensor))
+    args.kernel, args.epilogue, args.h = SWIGLU_BACKWARD.encode(), 2, c_api.Matrix.of(h)
+    parts = buffer(torch.full((4 * -(-N // 128), TOTAL), NAN), exact=False)
+    if weights is not None:
+        args.row_weights, args.row_sums = weights.data_ptr(), parts.tensor.data_ptr()
+        outputs.append(parts)
+    what = run_checked(args, [outputs[0].tensor], exact, outputs)
+    if weights is not None and DEVICE.type == "cuda":
+        check_values([parts.tensor.cpu().sum(0)], [(product * gate * s * up).sum(1)], f"{what}, row sums")
+    return what
+
+
+def swiglu_operands(
+    offs: Tensor, inner: int, columns: int, trans_b: bool, dtype: torch.dtype, weighted: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """a, routing weights, b [E, inner, columns], and their product as it is rounded, in float32 on the host."""
+    generator = torch.Generator().manual_seed(0)
+    a = random(TOTAL, inner, dtype=dtype, generator=generator)
+    weights = random(TOTAL, dtype=FP32, generator=generator) if weighted else None
+    shape = (columns, inner) if trans_b else (inner, columns)
+    stored = random(len(offs), *shape, dtype=dtype, generator=generator)
+    b = stored.mT if trans_b else stored
+    product = torch.zeros(TOTAL, columns)
+    ends = clamped(offs.tolist(), TOTAL)
+    for g, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        product[start:end] = a[start:end].cpu().float() @ b[g].cpu().float()
+    return a, weights, b, product.to(dtype).float()
+
+
 def triton_calls() -> Iterator[str]:
     """Every mode, aligned and odd, with right and hostile ends. Decreasing ones may give anything inside of out."""
     if DEVICE.type == "cpu":
@@ -268,8 +337,9 @@ def run_calls() -> None:
     """All of them. Raises at the first that is wrong, or when a kernel was never taken."""
     counts: dict[str, int] = {}
     has_cutlass = DEVICE.type == "cpu" or torch.cuda.get_device_capability() == (9, 0)
-    for kernel in KERNELS if has_cutlass else ():
-        calls = [*list_calls(kernel, c_api.CUTLASS), *ragged_calls(kernel)]
+    for kernel in [*KERNELS, SWIGLU, SWIGLU_BACKWARD] if has_cutlass else ():
+        plain = kernel in KERNELS
+        calls = [*list_calls(kernel, c_api.CUTLASS), *ragged_calls(kernel)] if plain else [*swiglu_calls(kernel)]
         counts[kernel] = sum(what is not None for what in calls)
         assert counts[kernel] >= 4, f"{kernel}: never taken"
     if DEVICE.type == "cuda":  # whose fills are ours

@@ -42,11 +42,11 @@ def of_routed_tokens(x: Tensor, w: Tensor, sizes: Tensor, d: Tensor) -> Tensor:
 class Layers(nn.Module):
     """Both modules, with sizes in a tensor."""
 
-    def __init__(self) -> None:
+    def __init__(self, activation: str) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.linear = gmm.nn.GroupedLinear(EXPERTS, K, K, bias=True)
-        self.experts = gmm.nn.GroupedExperts(EXPERTS, K, N)
+        self.experts = gmm.nn.GroupedExperts(EXPERTS, K, N, activation)
 
     def forward(self, x: Tensor, w: Tensor, sizes: Tensor, d: Tensor) -> Tensor:
         return self.experts(self.linear(x, sizes), sizes)
@@ -63,7 +63,8 @@ PROGRAMS = {
     "grouped_mm_out": lambda: Function(into_out),
     "grouped_mm": lambda: Function(as_grouped_gemm),
     "moe_route_sizes": lambda: Function(of_routed_tokens),
-    "moe_activation": Layers,
+    "moe_activation": lambda: Layers("geglu"),
+    "moe_swiglu": lambda: Layers("swiglu"),
 }
 
 

@@ -444,3 +444,37 @@ def test_auto_never_copies_to_the_host(no_sync: Callable[[], None]) -> None:
         for a, b, offs in odd:
             gmm.grouped_mm(a, b, offs)
             assert gmm.last_backend().startswith("triton: grouped_gemm_")
+
+
+@pytest.mark.parametrize("what", ("accumulate", "accumulate list", "swiglu backward"))
+def test_what_is_read_may_begin_a_mapping(what: str) -> None:
+    """Groups end within a box of rows of D, or of h, and nothing is mapped before it: for rows beyond, a TMA load once
+    touched memory before the buffer."""
+    require("cutlass")
+    offs, total, n, k = torch.tensor([130, 130, 450], device=CUDA, dtype=torch.int32), 500, 392, 464
+    x, w, h, dh = (
+        torch.randn(s, device=CUDA).to(BF16) for s in ((total, k), (3, k, n), (total, 2 * n), (total, 2 * n))
+    )
+    blocks = [torch.empty(128 << 20, device=CUDA, dtype=torch.uint8) for _ in range(3)]  # each a mapping of its own
+    ends = {s["address"] + s["total_size"] for s in torch.cuda.memory_snapshot()}
+    alone = [b for b in blocks if b.data_ptr() not in ends]
+    assert alone
+    for block in alone:
+        at_start = block[: h.nbytes].view(BF16)
+        if what == "swiglu backward":
+            read = at_start.view(h.shape).copy_(h)
+            want = torch.empty_like(dh)
+            for source, to in ((h, want), (read, dh)):
+                assert not torch.ops.gmm.swiglu_backward_cutlass(x, w, source, offs, None, to, None)
+            assert torch.equal(dh, want)
+            continue
+        read = at_start[: total * n].view(total, n).fill_(1)
+        if what == "accumulate":
+            gmm.grouped_mm(x, w, offs, out=read, accumulate=True, backend="cutlass")
+        else:
+            sizes = (130, 320)
+            gmm.multi_tensor_gemm(x[:450].split(sizes), [w[0], w[2]], read[:450].split(sizes), accumulate=True)
+        assert "descriptor_array" in gmm.last_backend()
+        want = gmm.grouped_mm(x, w, offs, out_dtype=FP32) + 1
+        torch.testing.assert_close(read.float(), want, rtol=2**-7, atol=2**-5)
+    torch.cuda.synchronize()

@@ -233,3 +233,34 @@ def test_why_the_pointer_array_takes_a_batch() -> None:
         "64 groups need large parameters, which no kernel for this D takes"
     )
     assert ";" not in gmm.explain((64, 128, 64), (64, 64, 256), sm=90).reasons["cutlass"]
+
+
+@pytest.mark.parametrize("epilogue", ("swiglu", "swiglu_backward"))
+def test_epilogue(epilogue: str) -> None:
+    """On a kernel of its own for sm90, with enough rows, halves of h in whole 16 bytes; else the plan says why."""
+    tokens, few, weights = (4096, 256), (4 * 96, 256), (4, 256, 384)
+    plan = gmm.explain(tokens, weights, epilogue=epilogue, sm=90)
+    assert plan.backend == "cutlass" and plan.kernel.endswith(f"_1x2_{epilogue}") and plan.launches == 1
+    assert gmm.explain(tokens, weights, sm=90).kernel == plan.kernel.removesuffix(f"_{epilogue}")
+    refused = [(few, weights, "384 rows in 4 groups")]
+    if epilogue == "swiglu":
+        refused.append((tokens, (4, 256, 200), "d[0]: leading dimension 100"))
+    for a, b, why in refused:
+        without = gmm.explain(a, b, epilogue=epilogue, sm=90)
+        assert without.backend == "cutlass" and "swiglu" not in without.kernel
+        assert f"without the epilogue: {why}" in without.reasons["cutlass"]
+    named = gmm.explain(
+        tokens, weights, epilogue=epilogue, sm=90, backend="cutlass: " + plan.kernel.split("_swiglu")[0]
+    )
+    assert "by name" in named.reasons["cutlass"]
+    assert gmm.explain(tokens, weights, epilogue=epilogue, sm=80).backend == "triton"
+    assert gmm.explain(tokens, weights, epilogue=epilogue).backend in ("reference", "cutlass", "triton")
+
+
+def test_epilogues_that_are_none() -> None:
+    with pytest.raises(ValueError, match="epilogue: expected swiglu or swiglu_backward, got 'relu'"):
+        gmm.explain((64, 64), (2, 64, 64), epilogue="relu")
+    with pytest.raises(ValueError, match="epilogue: expected None with lists"):
+        gmm.explain([(64, 64)], [(64, 64)], epilogue="swiglu")
+    with pytest.raises(RuntimeError, match="epilogue: expected an a of 2"):
+        gmm.explain((2, 64, 64), (2, 64, 64), epilogue="swiglu", sm=90)

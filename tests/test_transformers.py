@@ -61,12 +61,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The backends that the products of gmm's experts ran on."""
     ran: list[str] = []
 
-    def noted(*args: Any, **options: Any) -> Tensor:
-        y = gmm.grouped_mm(*args, **options)
-        ran.append(gmm.last_backend().split(":")[0])
-        return y
+    def noting(function: Callable[..., Tensor], products: int) -> Callable[..., Tensor]:
+        def noted(*args: Any, **options: Any) -> Tensor:
+            y = function(*args, **options)
+            ran.extend([gmm.last_backend().split(":")[0]] * products)
+            return y
 
-    monkeypatch.setattr(integration, "grouped_mm", noted)
+        return noted
+
+    monkeypatch.setattr(integration, "grouped_mm", noting(gmm.grouped_mm, 1))
+    monkeypatch.setattr(integration, "feed_forward", noting(gmm.moe.feed_forward, 2))
     return ran
 
 

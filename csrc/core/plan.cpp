@@ -36,6 +36,14 @@ void check_matrix(const gmm_matrix &m, const char *name, int group) {
             (long long)m.rows, (long long)m.cols);
 }
 
+int64_t twice(int64_t columns) { return columns > INT64_MAX / 2 ? INT64_MAX : 2 * columns; }
+
+// Of a product with so many columns.
+int64_t columns_of_d(const gmm_args &args, int64_t columns) {
+  if (args.epilogue == GMM_EPILOGUE_NONE) return columns;
+  return args.epilogue == GMM_EPILOGUE_SWIGLU ? columns / 2 : twice(columns);
+}
+
 void check_group(const gmm_args &args, int i) {
   const gmm_matrix &a = args.a[i], &b = args.b[i], &d = args.d[i];
   check_matrix(a, "a", i);
@@ -43,8 +51,9 @@ void check_group(const gmm_args &args, int i) {
   check_matrix(d, "d", i);
   GMM_CHECK(a.cols == b.rows, "b[%d]: expected %lld rows (K of a[%d]), got %lld", i, (long long)a.cols, i,
             (long long)b.rows);
-  GMM_CHECK(d.rows == a.rows && d.cols == b.cols, "d[%d]: expected %lld x %lld, got %lld x %lld", i, (long long)a.rows,
-            (long long)b.cols, (long long)d.rows, (long long)d.cols);
+  const int64_t columns = columns_of_d(args, b.cols);
+  GMM_CHECK(d.rows == a.rows && d.cols == columns, "d[%d]: expected %lld x %lld, got %lld x %lld", i, (long long)a.rows,
+            (long long)columns, (long long)d.rows, (long long)d.cols);
   GMM_CHECK(!d.column_major, "d[%d]: expected row-major, got column-major", i);
   GMM_CHECK(!args.bias || args.bias[i] || d.cols == 0, "bias[%d]: expected %lld elements, got NULL", i,
             (long long)d.cols);
@@ -59,6 +68,20 @@ void check_ragged(const gmm_args &args) {
   GMM_CHECK(stride >= 0, "stride_%c: expected >= 0, got %lld", in_m ? 'b' : 'd', (long long)stride);
   GMM_CHECK(!args.bias || args.stride_bias >= 0, "stride_bias: expected >= 0, got %lld", (long long)args.stride_bias);
   GMM_CHECK(!args.bias || in_m, "bias: expected NULL in the form GMM_RAGGED_K, whose d has no rows of tokens");
+}
+
+void check_epilogue(const gmm_args &args) {
+  if (args.epilogue == GMM_EPILOGUE_NONE) return;
+  GMM_CHECK(!args.bias && !args.accumulate, "epilogue: expected neither bias nor accumulate");
+  GMM_CHECK(args.d_dtype == args.ab_dtype, "epilogue: expected a d of the dtype of a and b, got fp32");
+  const bool forward = args.epilogue == GMM_EPILOGUE_SWIGLU;
+  const int64_t rows = args.a[0].rows, columns = forward ? args.b[0].cols : twice(args.b[0].cols);
+  GMM_CHECK(columns % 2 == 0, "b[0]: expected an even number of columns, got %lld", (long long)columns);
+  if (forward && !args.h.data) return;
+  check_matrix(args.h, "h", 0);
+  GMM_CHECK(args.h.rows == rows && args.h.cols == columns && !args.h.column_major,
+            "h: expected %lld x %lld, row-major; got %lld x %lld", (long long)rows, (long long)columns,
+            (long long)args.h.rows, (long long)args.h.cols);
 }
 
 // The kernel of that name; nullptr when there is none, or no name.
@@ -174,11 +197,16 @@ void check_args(const gmm_args &args) {
   GMM_CHECK(args.backend >= GMM_BACKEND_AUTO && args.backend < GMM_NUM_BACKENDS,
             "backend: expected a gmm_backend, got %d", int(args.backend));
   GMM_CHECK(args.form >= GMM_LIST && args.form <= GMM_RAGGED_K, "form: expected a gmm_form, got %d", int(args.form));
+  GMM_CHECK(args.epilogue >= GMM_EPILOGUE_NONE && args.epilogue <= GMM_EPILOGUE_SWIGLU_BACKWARD,
+            "epilogue: expected a gmm_epilogue, got %d", int(args.epilogue));
+  GMM_CHECK(args.epilogue == GMM_EPILOGUE_NONE || args.form == GMM_RAGGED_M,
+            "epilogue: expected the form GMM_RAGGED_M, got %d", int(args.form));
   const int matrices = args.form == GMM_LIST ? args.num_groups : 1;
   if (matrices == 0) return;
   GMM_CHECK(args.a && args.b && args.d, "a, b, d: expected arrays of %d matrices, got NULL", matrices);
   for (int i = 0; i < matrices; ++i) check_group(args, i);
   if (args.form != GMM_LIST) check_ragged(args);
+  check_epilogue(args);
 }
 
 Plan make_plan(const gmm_args &args, const Device &device, Reasons *reasons) {

@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <sstream>
@@ -122,13 +123,22 @@ gmm::Mode to_mode(const std::string &name) {
   throw py::value_error("mode: expected ragged_m, ragged_n, ragged_k or batched, got '" + name + "'");
 }
 
-// The plan of CUTLASS for grouped_mm, in which b is not transposed; or the reason why it refuses.
+gmm_epilogue to_epilogue(const std::string &name) {
+  if (name.empty()) return GMM_EPILOGUE_NONE;
+  if (name == "swiglu") return GMM_EPILOGUE_SWIGLU;
+  if (name == "swiglu_backward") return GMM_EPILOGUE_SWIGLU_BACKWARD;
+  throw py::value_error("epilogue: expected swiglu or swiglu_backward, got '" + name + "'");
+}
+
+// The plan of CUTLASS for grouped_mm, in which b is not transposed; or the reason why it refuses. With an epilogue d is
+// what that makes of the product.
 std::variant<py::dict, std::string> plan_grouped(const std::string &mode, int groups, const Batched &a,
                                                  const Batched &b, const Batched &d,
                                                  const std::optional<std::array<int64_t, 3>> &bias,
                                                  const std::string &ab_dtype, const std::string &d_dtype,
                                                  bool offs_int64, bool accumulate, int sm_margin, int device,
-                                                 const std::string &kernel, std::optional<int> sm, int sm_count) {
+                                                 const std::string &kernel, const std::string &epilogue,
+                                                 std::optional<int> sm, int sm_count) {
   gmm_args args{};
   args.struct_size = sizeof args;
   args.ab_dtype = to_dtype(ab_dtype);
@@ -150,6 +160,11 @@ std::variant<py::dict, std::string> plan_grouped(const std::string &mode, int gr
   args.kernel = kernel.empty() ? nullptr : kernel.c_str();
   args.offs = args.form == GMM_LIST ? nullptr : reinterpret_cast<const void *>(1 << 20);  // checked, never followed
   args.offs_int64 = offs_int64;
+  args.epilogue = to_epilogue(epilogue);
+  if (args.epilogue) {  // a contiguous h, as gmm.moe.feed_forward has it
+    const int64_t rows = args.d[0].rows, columns = args.b[0].cols * (args.epilogue == GMM_EPILOGUE_SWIGLU ? 1 : 2);
+    args.h = {reinterpret_cast<void *>(1 << 20), rows, columns, std::max<int64_t>(columns, 1), 0};
+  }
   gmm_plan_result result{};
   result.struct_size = sizeof result;
   const gmm_device what_if{sizeof(gmm_device), sm.value_or(0), sm_count};
@@ -180,7 +195,8 @@ PYBIND11_MODULE(_core, m) {
         "trans_b"_a, "accumulate"_a, "allow_tf32"_a, "sm_margin"_a, "device"_a, "backend"_a, "kernel"_a, "sm"_a,
         "sm_count"_a);
   m.def("plan_grouped", &plan_grouped, py::kw_only(), "mode"_a, "groups"_a, "a"_a, "b"_a, "d"_a, "bias"_a, "ab_dtype"_a,
-        "d_dtype"_a, "offs_int64"_a, "accumulate"_a, "sm_margin"_a, "device"_a, "kernel"_a, "sm"_a, "sm_count"_a);
+        "d_dtype"_a, "offs_int64"_a, "accumulate"_a, "sm_margin"_a, "device"_a, "kernel"_a, "epilogue"_a, "sm"_a,
+        "sm_count"_a);
   m.def("build_info", &build_info);
   m.def("version", &gmm_version);
   m.def("last_backend", &gmm_last_backend);

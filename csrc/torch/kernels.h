@@ -12,5 +12,7 @@ void multi_tensor_gemm(StableIValue *stack, uint64_t num_args, uint64_t num_outp
 void multi_tensor_mm(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
 void grouped_mm(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
 void grouped_mm_out(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
+void swiglu_cutlass(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
+void swiglu_backward_cutlass(StableIValue *stack, uint64_t num_args, uint64_t num_outputs);
 
 }  // namespace gmm

@@ -29,6 +29,12 @@ STABLE_TORCH_LIBRARY(gmm, m) {
       "bool trans_b=False, bool allow_tf32=False, int sm_margin=0, str backend=\"auto\") -> Tensor");
   m.def("grouped_mm_out" GMM_GROUPED_OUT_SCHEMA " -> ()");
   m.def("grouped_mm_python" GMM_GROUPED_OUT_SCHEMA " -> str");
+  m.def(
+      "swiglu_cutlass(Tensor a, Tensor b, Tensor offs, Tensor? weights, Tensor(h!)? h, Tensor(y!) y, *, "
+      "int sm_margin=0) -> str");
+  m.def(
+      "swiglu_backward_cutlass(Tensor dy, Tensor b, Tensor h, Tensor offs, Tensor? weights, Tensor(d!) dh, "
+      "Tensor(p!)? parts, *, int sm_margin=0) -> str");
   m.def("check_offsets(Tensor offs, int total) -> str");
   m.def("warn(str text) -> ()");
 }
@@ -38,4 +44,6 @@ STABLE_TORCH_LIBRARY_IMPL(gmm, CUDA, m) {
   m.impl("multi_tensor_mm", &gmm::multi_tensor_mm);
   m.impl("grouped_mm", &gmm::grouped_mm);
   m.impl("grouped_mm_out", &gmm::grouped_mm_out);
+  m.impl("swiglu_cutlass", &gmm::swiglu_cutlass);
+  m.impl("swiglu_backward_cutlass", &gmm::swiglu_backward_cutlass);
 }

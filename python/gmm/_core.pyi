@@ -53,6 +53,7 @@ def plan_grouped(
     sm_margin: int,
     device: int,
     kernel: str,
+    epilogue: str,
     sm: int | None,
     sm_count: int,
 ) -> PlanDict | str: ...

@@ -25,6 +25,7 @@ def explain(
     dtype: torch.dtype = torch.bfloat16,
     out_dtype: torch.dtype | None = None,
     sm_margin: int = 0,
+    epilogue: str | None = None,
     backend: str | None = None,
     sm: int | None = None,
     sm_count: int | None = None,
@@ -49,6 +50,8 @@ def explain(
         dtype: of a and b where they are shapes. d and bias are then of out_dtype.
         out_dtype: as in either call.
         sm_margin: as in either call.
+        epilogue: "swiglu" or "swiglu_backward": the product is one of gmm.moe.feed_forward's, tokens (or their
+            gradients) times gate_up or down. Where no kernel has both, the plan is the product's, and says why.
         backend: as in either call.
         sm: compute capability to plan for, major * 10 + minor: 90 for H100 and H200. None: the device of the tensors;
             for shapes and meta tensors the current CUDA device, or the CPU on a machine without.
@@ -60,8 +63,8 @@ def explain(
 
     Raises:
         RuntimeError: as the call would: shapes or dtypes contradict; the backend that was asked for cannot take it.
-        ValueError: unknown backend; sm or sm_count out of range, or sm_count without sm; offs with lists; trans_a
-            without.
+        ValueError: unknown backend or epilogue; sm or sm_count out of range, or sm_count without sm; offs or epilogue
+            with lists; trans_a without.
 
     Does not synchronise.
     """
@@ -81,10 +84,14 @@ def explain(
         "sm": sm,
         "sm_count": sm_count,
     }
+    if epilogue not in (None, "swiglu", "swiglu_backward"):
+        raise ValueError(f"epilogue: expected swiglu or swiglu_backward, got {epilogue!r}")
     if isinstance(a, Tensor) or (len(a) > 0 and isinstance(a[0], int)):
         if trans_a:
             raise ValueError("trans_a: expected False, as grouped_mm takes a transposed view for a")
-        return plan_grouped(a, b, offs, bias, d, **options)  # type: ignore[arg-type]
+        return plan_grouped(a, b, offs, bias, d, epilogue=epilogue, **options)  # type: ignore[arg-type]
+    if epilogue is not None:
+        raise ValueError(f"epilogue: expected None with lists, got {epilogue!r}")
     if offs is not None:
         raise ValueError("offs: expected None with lists, got one")
     return plan_list(a, b, d, bias, trans_a=trans_a, **options)  # type: ignore[arg-type]

@@ -111,10 +111,27 @@ void add_groups(Bytes &bytes, Call &call, int count) {
   }
 }
 
+// Mostly one that fits the first group.
+void add_epilogue(Bytes &bytes, Call &call) {
+  gmm_args &args = call.args;
+  args.epilogue = gmm_epilogue(any_int(bytes, 3));
+  args.row_weights = static_cast<const float *>(usual_pointer(bytes));
+  args.row_sums = static_cast<float *>(usual_pointer(bytes));
+  args.h = make_matrix(bytes, any_size(bytes), any_size(bytes), bytes.one_in(4));
+  if (call.d.empty() || bytes.one_in(4)) return;
+  const auto twice = [](int64_t columns) { return int64_t(uint64_t(columns) * 2); };
+  const int64_t rows = call.d[0].rows, columns = call.b[0].cols;
+  const bool forward = args.epilogue == GMM_EPILOGUE_SWIGLU;
+  if (args.epilogue) call.d[0] = make_matrix(bytes, rows, forward ? columns / 2 : twice(columns), false);
+  args.h = make_matrix(bytes, rows, forward ? columns : twice(columns), false);
+}
+
 void make_call(Bytes &bytes, Call &call) {
   constexpr const char *kKernels[] = {"sm90_descriptor_array_192x128x64_pingpong_1x2",
                                       "sm90_descriptor_array_128x64x64_pingpong_1x1",
                                       "sm90_descriptor_array_128x192x64_pingpong_2x1",
+                                      "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu",
+                                      "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu_backward",
                                       "sm90_pointer_array_128x192x64_pingpong_2x1",
                                       "sm90_pointer_array_64x128x128_pingpong_1x1",
                                       "sm90_none_such",
@@ -142,6 +159,7 @@ void make_call(Bytes &bytes, Call &call) {
   args.stride_b = any_size(bytes);
   args.stride_d = any_size(bytes);
   args.stride_bias = any_size(bytes);
+  if (bytes.one_in(4)) add_epilogue(bytes, call);
   call.a.shrink_to_fit(), call.b.shrink_to_fit(), call.d.shrink_to_fit(), call.bias.shrink_to_fit();
   args.a = bytes.one_in(64) ? nullptr : call.a.data();
   args.b = bytes.one_in(64) ? nullptr : call.b.data();

@@ -218,6 +218,53 @@ static void test_ragged(void) {
   INVALID(&call, "form", "3");
 }
 
+/* h of as many columns as `columns`; d is what the epilogue makes of the product's 768. */
+static void with_epilogue(Call *call, gmm_epilogue epilogue, int64_t columns, int64_t columns_d) {
+  ragged(call, GMM_RAGGED_M);
+  call->args.epilogue = epilogue;
+  call->args.h = matrix(call->a[0].rows, columns, 0);
+  call->d[0] = matrix(call->a[0].rows, columns_d, 0);
+}
+
+static void test_epilogues(void) {
+  Call call;
+  gmm_plan_result result;
+
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 384);
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strstr(result.kernel, "1x2_swiglu"));
+  call.args.h.data = NULL; /* not kept */
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strstr(result.kernel, "1x2_swiglu"));
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU_BACKWARD, 2 * 768, 2 * 768);
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS && strstr(result.kernel, "_swiglu_backward"));
+  CHECK(plan(&call, &kA100, &result) == GMM_ERROR_UNSUPPORTED);
+
+  call.a[0].rows = call.d[0].rows = call.args.h.rows = 96 * call.args.num_groups; /* the weights' traffic counts */
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "rows in"));
+  call.args.kernel = "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu_backward";
+  CHECK(plan(&call, &kH200, &result) == GMM_SUCCESS);
+  call.args.kernel = "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu";
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "no kernel named"));
+
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 768);
+  INVALID(&call, "d[0]", "384");
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 384, 384);
+  INVALID(&call, "h", "768");
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 384);
+  call.args.accumulate = 1;
+  INVALID(&call, "epilogue", "accumulate");
+  call.args.accumulate = 0;
+  call.args.d_dtype = GMM_FP32;
+  INVALID(&call, "epilogue", "fp32");
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 384);
+  call.args.h.data = address(2);
+  CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "h: "));
+  with_epilogue(&call, (gmm_epilogue)3, 768, 384);
+  INVALID(&call, "epilogue", "3");
+  forward(&call);
+  call.args.epilogue = GMM_EPILOGUE_SWIGLU;
+  INVALID(&call, "epilogue", "GMM_RAGGED_M");
+}
+
 static void test_invalid_calls(void) {
   Call call;
   gmm_plan_result result;
@@ -292,6 +339,7 @@ int main(void) {
   test_facts();
   test_choice();
   test_ragged();
+  test_epilogues();
   test_invalid_calls();
   printf("plan.c: all as expected, gmm %s\n", gmm_version());
   return 0;

@@ -66,6 +66,18 @@ typedef enum gmm_form GMM_INT32 {
   GMM_RAGGED_K = 2  /* a: M x T, its columns are cut;  b: T x N, its rows are cut;  d: M x N, batch (stride_d) */
 } gmm_form;
 
+/* What a call of GMM_RAGGED_M does with its product P = A @ B, rounded to d_dtype, beside or instead of storing it;
+ * with I = h.cols / 2, w = row_weights (1 where that is NULL), and P, h and d cut into halves of I columns, gate and
+ * up. Not with bias or accumulate; d_dtype is ab_dtype. */
+typedef enum gmm_epilogue GMM_INT32 {
+  GMM_EPILOGUE_NONE = 0,
+  GMM_EPILOGUE_SWIGLU = 1, /* P: T x 2I. d (T x I) = w * silu(gate(P)) * up(P), and h = P unless h.data is NULL */
+  /* P: T x I, the gradient of what GMM_EPILOGUE_SWIGLU made of h. d (T x 2I) is the gradient of h: gate(d) = w * P *
+   * up(h) * silu'(gate(h)), up(d) = w * P * silu(gate(h)). Where row_sums is not NULL, the sums of P * silu(gate(h)) *
+   * up(h) along a row are the gradient of w: its float32 [4 * ceil(I / 128)][T] gets what is to be added for that. */
+  GMM_EPILOGUE_SWIGLU_BACKWARD = 2
+} gmm_epilogue;
+
 /* One matrix in device memory, seen as it enters the product: op() has been applied, so a transposed operand
  * has its rows and cols swapped and column_major flipped.
  *
@@ -116,6 +128,10 @@ typedef struct gmm_args {
   int64_t stride_b;    /* GMM_RAGGED_M: >= 0: elements from a group's b to the next one's */
   int64_t stride_d;    /* GMM_RAGGED_K: the same of d */
   int64_t stride_bias; /* GMM_RAGGED_M: the same of bias, whose array then has one pointer */
+  gmm_epilogue epilogue;
+  gmm_matrix h;             /* with an epilogue: T x 2I, row-major, of d_dtype */
+  const float *row_weights; /* with an epilogue: [T] in device memory, or NULL */
+  float *row_sums;          /* GMM_EPILOGUE_SWIGLU_BACKWARD: see there; or NULL */
 } gmm_args;
 
 /* The device a plan is asked for. */

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gmm.grouped_mm import grouped_mm
 from gmm.integrations._packages import require
-from gmm.moe import gated_activation, permute, permute_weights, unpermute
+from gmm.moe import feed_forward, gated_activation, permute, permute_weights, unpermute
 from gmm.ragged.autograd import autocast_is_on
 
 # gmm's names of transformers' activation modules, with and without a gate, where they are the same function.
@@ -62,12 +62,17 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     x = hidden_states if autocast_is_on(hidden_states.device) else hidden_states.to(self.down_proj.dtype)
     x, row_map, offs = permute(x, top_k_index, self.num_experts)
-    h = _product(self, "gate_up_proj" if self.has_gate else "up_proj", x, offs)
+    first, known = "gate_up_proj" if self.has_gate else "up_proj", _activation(self)
     # Weights may scale what enters a product, which spares backward to read its result, unless more is done to that.
     normed = getattr(self, "has_post_expert_norm", False)  # younger than the others
     early = not (self.has_bias or normed)
-    h = _activate(self, h, permute_weights(top_k_weights, row_map) if early else None)
-    y = _product(self, "down_proj", h, offs)
+    weights = permute_weights(top_k_weights, row_map) if early else None
+    if early and known is not None:
+        parameters = getattr(self, first), self.down_proj
+        y = feed_forward(x, *parameters, offs, weights, **known._asdict(), trans_b=not self.is_transposed)
+    else:
+        h = _activate(self, _product(self, first, x, offs), known, weights)
+        y = _product(self, "down_proj", h, offs)
     if normed:
         y = self.post_expert_norm(y)
     return unpermute(y, row_map, None if early else top_k_weights).to(hidden_states.dtype)
@@ -78,12 +83,10 @@ def _product(self: Any, name: str, x: Tensor, offs: Tensor) -> Tensor:
     return grouped_mm(x, getattr(self, name), offs, bias, trans_b=not self.is_transposed)
 
 
-def _activate(self: Any, h: Tensor, weights: Tensor | None) -> Tensor:
+def _activate(self: Any, h: Tensor, known: _Activation | None, weights: Tensor | None) -> Tensor:
     """The module's activation, in one kernel where gmm has it, times the rows' weights."""
-    known = _activation(self)
     if known is not None:
-        kind, interleaved, limit = known
-        return gated_activation(h, kind, interleaved=interleaved, limit=limit, weights=weights)
+        return gated_activation(h, **known._asdict(), weights=weights)
     h = self._apply_gate(h) if self.has_gate else self.act_fn(h)
     return h if weights is None else (h * weights.unsqueeze(-1)).to(h.dtype)
 

@@ -75,7 +75,7 @@ def gated_activation(
     """
     check_options(kind, up is not None, interleaved, limit)
     check_no_tangents("gated_activation", h, up, weights)
-    return _activation(h, up, weights, offs, kind, interleaved, limit)
+    return activation(h, up, weights, offs, kind, interleaved, limit)
 
 
 def check_options(kind: str, up: bool, interleaved: bool, limit: float | None) -> None:
@@ -103,20 +103,26 @@ def _check(h: Tensor, up: Tensor | None, weights: Tensor | None, offs: Tensor | 
         check(
             up.dtype == h.dtype, "up: expected {} (the dtype of h), got {}", dtype_name(h.dtype), dtype_name(up.dtype)
         )
-    if weights is not None:
-        check(
-            weights.dim() == 1 and weights.shape[0] == rows,
-            *("weights: expected shape [{}] (the rows of h), got {}", rows, list(weights.shape)),
-        )
-        dtype = weights.dtype
-        check(dtype in DTYPES, "weights: expected bfloat16, float16 or float32, got {}", dtype_name(dtype))
+    check_weights(weights, h, "h")
     if offs is not None:
         check(offs.dim() == 1, "offs: expected 1 dimension, got {}", offs.dim())
         check(offs.dtype in (torch.int32, torch.int64), "offs: expected int32 or int64, got {}", dtype_name(offs.dtype))
-    for name, x in (("up", up), ("weights", weights), ("offs", offs)):
+    for name, x in (("up", up), ("offs", offs)):
         if x is not None:
             expected = "{}: expected a tensor on {} (where h is), got one on {}"
             check(x.device == h.device, expected, name, h.device, x.device)
+
+
+def check_weights(weights: Tensor | None, x: Tensor, name: str) -> None:
+    """Whether they are factors of the rows of x, which is called that."""
+    if weights is None:
+        return
+    shape, dtype, rows = list(weights.shape), weights.dtype, x.shape[0]
+    fits = len(shape) == 1 and shape[0] == rows
+    check(fits, "weights: expected shape [{}] (the rows of {}), got {}", rows, name, shape)
+    check(dtype in DTYPES, "weights: expected bfloat16, float16 or float32, got {}", dtype_name(dtype))
+    expected = "weights: expected a tensor on {} (where {} is), got one on {}"
+    check(weights.device == x.device, expected, x.device, name, weights.device)
 
 
 # In plain torch.
@@ -190,7 +196,7 @@ def _activation_in_torch(
     return (y if kept is None else torch.where(kept, y, 0)).to(h.dtype)
 
 
-def _activation_backward_in_torch(
+def activation_backward_in_torch(
     dy: Tensor,
     h: Tensor,
     up: Tensor | None,
@@ -240,7 +246,7 @@ def _activation_kernel(h: Tensor, *args: Any) -> Tensor:
 def _activation_backward_kernel(dy: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if takes(dy):
         return activation_backward_in_triton(dy, _call(*args))
-    return _activation_backward_in_torch(dy, *args)
+    return activation_backward_in_torch(dy, *args)
 
 
 def _call(
@@ -276,7 +282,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     h, up, weights, offs = ctx.saved_tensors
     # With create_graph through what torch can differentiate.
-    backward = _activation_backward_in_torch if torch.is_grad_enabled() else _activation_backward
+    backward = activation_backward_in_torch if torch.is_grad_enabled() else activation_backward
     dh, dup, dw = backward(dy, h, up, weights, offs, *ctx.options)
     needs_h, needs_up, needs_weights = ctx.needs_input_grad[:3]
     nothing = (None,) * 4
@@ -297,5 +303,5 @@ for _name, _schema, _kernel, _fake in (
     torch.library.impl(f"gmm::{_name}", "default", _kernel)
     torch.library.register_fake(f"gmm::{_name}", _fake)
 torch.library.register_autograd("gmm::moe_activation", _backward, setup_context=_save)
-_activation = torch.ops.gmm.moe_activation.default
-_activation_backward = torch.ops.gmm.moe_activation_backward.default
+activation = torch.ops.gmm.moe_activation.default
+activation_backward = torch.ops.gmm.moe_activation_backward.default

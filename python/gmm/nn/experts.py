@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gmm.check import check_no_tangents
 from gmm.moe import KINDS, gated_activation
 from gmm.moe.activation import check_options
+from gmm.moe.feed_forward import swiglu_feed_forward
 from gmm.nn.linear import GroupedLinear
+from gmm.ragged.autograd import within_torch_func
 
 _GATE_UP = ("concatenated", "interleaved", "apart")
 
@@ -95,11 +98,18 @@ class GroupedExperts(nn.Module):
             ValueError, RuntimeError: as GroupedLinear.forward() and gmm.moe.gated_activation().
 
         Does not synchronise. The weights enter with the activation, which costs nothing, or, with a bias, in a kernel
-        of their own.
+        of their own. With offs, or sizes on the device, "swiglu" on one concatenated parameter without bias and limit
+        is gmm.moe.feed_forward(): the projections are not called then, unless they have hooks.
         """
         shape, x = x.shape, x.flatten(0, -2) if x.dim() > 2 else x
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
             offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
+        if (offs is not None or isinstance(m_splits, Tensor)) and self._is_one_call():
+            rows, ends = self.gate_up._rows_and_groups(x, m_splits, offs)
+            if isinstance(ends, Tensor):
+                owned = self.gate_up._owns_weight_grads or self.down._owns_weight_grads
+                one_call = self._one_call_with_owners if owned else self._one_call
+                return one_call(rows, ends, weights, bool(is_first_microbatch)).view(shape)
         groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
         up = None
         if not KINDS[self.activation].gated:
@@ -121,6 +131,22 @@ class GroupedExperts(nn.Module):
             y = gated_activation(y, "identity", weights=weights, offs=offs)
         return y.view(*shape[:-1], y.shape[-1])
 
+    def _is_one_call(self) -> bool:
+        """Whether gmm.moe.feed_forward() has ops of its own for this, and calling the projections would do no more."""
+        if self.activation != "swiglu" or self.limit is not None or self.interleaved or not hasattr(self, "gate_up"):
+            return False
+        if within_torch_func() or not (_is_one_product(self.gate_up) and _is_one_product(self.down)):
+            return False
+        return self.gate_up.sm_margin == self.down.sm_margin
+
+    def _one_call(self, rows: Tensor, offs: Tensor, weights: Tensor | None, overwrite: bool) -> Tensor:
+        gate_up, down = (linear._stacked("weight") for linear in (self.gate_up, self.down))
+        check_no_tangents("GroupedExperts", rows, gate_up, down, weights)
+        owners = self.gate_up._owner(rows), self.down._owner(rows)
+        return swiglu_feed_forward(rows, gate_up, down, offs, weights, True, self.gate_up.sm_margin, owners, overwrite)
+
+    _one_call_with_owners = torch.compiler.disable(_one_call)
+
     def reset_parameters(self) -> None:
         """GroupedLinear.reset_parameters() of all projections."""
         for linear in self._projections():
@@ -139,3 +165,11 @@ class GroupedExperts(nn.Module):
         text = f"activation={self.activation}"
         text += ", interleaved=True" if self.interleaved else ""
         return text if self.limit is None else f"{text}, limit={self.limit}"
+
+
+def _is_one_product(linear: Any) -> bool:
+    """Whether a call does nothing but multiply with one parameter."""
+    if type(linear).forward is not GroupedLinear.forward or "forward" in vars(linear):
+        return False
+    hooks = linear._forward_pre_hooks or linear._forward_hooks or linear._backward_pre_hooks or linear._backward_hooks
+    return not (hooks or linear.parameter_per_group or linear._names["bias"])

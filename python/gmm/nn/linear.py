@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from gmm.check import check, check_d_dtype, dtype_name
 from gmm.grouped_mm import grouped_mm
-from gmm.nn.products import GroupedLinearFunction, Groups, WeightGrad, add_weight_grads, weight_grads
+from gmm.nn.products import GroupedLinearFunction, add_weight_grads, weight_grads
 from gmm.ragged.autograd import autocast_is_on, without_autocast
+from gmm.weight_grad import Groups, Owner, WeightGrad
 
 
 class GroupedLinear(nn.Module):
@@ -122,14 +123,8 @@ class GroupedLinear(nn.Module):
         Never synchronises. Sizes on the device go with a weight of one parameter: those of parameter_per_group are
         copied into one tensor first.
         """
-        if x.dim() < 2 or x.shape[-1] != self.in_features:  # dynamo cannot trace check() on symbolic sizes
-            raise RuntimeError(f"x: expected shape [..., rows, {self.in_features}], got {list(x.shape)}")
-        dtype = self._tensors("weight")[0].dtype if self._names["weight"] else x.dtype
-        if x.dtype is not dtype and not autocast_is_on(x.device):
-            raise RuntimeError(f"x: expected {dtype_name(dtype)} (the dtype of weight), got {dtype_name(x.dtype)}")
-        rows = x.flatten(0, -2)
-        groups = self._groups(rows, m_splits, offs)
-        if self.fuse_wgrad_accumulation or self.delay_wgrad_compute:
+        rows, groups = self._rows_and_groups(x, m_splits, offs)
+        if self._owns_weight_grads:
             y = self._forward_as_owner(rows, groups, bool(is_first_microbatch))
         elif isinstance(groups, Tensor):
             bias = self._stacked("bias") if self._names["bias"] else None
@@ -140,10 +135,20 @@ class GroupedLinear(nn.Module):
 
     @torch.compiler.disable
     def _forward_as_owner(self, rows: Tensor, groups: Groups, overwrite: bool) -> Tensor:
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
-            autocast = autocast_is_on(rows.device)
-            self._main_grads(torch.get_autocast_dtype(rows.device.type) if autocast else rows.dtype)
-        return GroupedLinearFunction.apply(rows, groups, self, overwrite, self.sm_margin, *self._parameters_in_order())
+        owner, parameters = self._owner(rows), self._parameters_in_order()
+        return GroupedLinearFunction.apply(rows, groups, owner, overwrite, self.sm_margin, *parameters)
+
+    def _rows_and_groups(
+        self, x: Tensor, m_splits: Sequence[int] | Tensor | None, offs: Tensor | None
+    ) -> tuple[Tensor, Groups]:
+        """forward()'s arguments, checked: x as [T, in_features], and the ends or sizes of the groups."""
+        if x.dim() < 2 or x.shape[-1] != self.in_features:  # dynamo cannot trace check() on symbolic sizes
+            raise RuntimeError(f"x: expected shape [..., rows, {self.in_features}], got {list(x.shape)}")
+        dtype = self._tensors("weight")[0].dtype if self._names["weight"] else x.dtype
+        if x.dtype is not dtype and not autocast_is_on(x.device):
+            raise RuntimeError(f"x: expected {dtype_name(dtype)} (the dtype of weight), got {dtype_name(x.dtype)}")
+        rows = x.flatten(0, -2)
+        return rows, self._groups(rows, m_splits, offs)
 
     def _groups(self, rows: Tensor, m_splits: Sequence[int] | Tensor | None, offs: Tensor | None) -> Groups:
         if (m_splits is None) == (offs is None):
@@ -174,6 +179,7 @@ class GroupedLinear(nn.Module):
         return [getattr(self, parameter) for parameter in self._names[name]]
 
     def _stacked(self, name: str) -> Tensor:
+        """All groups' weights or biases; of a DTensor those that this process has."""
         tensors = self._tensors(name)
         if not self.parameter_per_group:
             return _local(tensors[0])
@@ -185,6 +191,17 @@ class GroupedLinear(nn.Module):
         return len(weights), *weights, *self._tensors("bias")
 
     # Where the gradients of weights go.
+
+    @property
+    def _owns_weight_grads(self) -> bool:
+        """Whether autograd does not get them."""
+        return self.fuse_wgrad_accumulation or self.delay_wgrad_compute
+
+    def _owner(self, x: Tensor) -> Owner | None:
+        """Who takes them of a call with that x. Raises where main_grad cannot take them."""
+        if self.fuse_wgrad_accumulation and torch.is_grad_enabled():
+            self._main_grads(torch.get_autocast_dtype(x.device.type) if autocast_is_on(x.device) else x.dtype)
+        return self if self._owns_weight_grads else None
 
     def take_weight_grad(self, pending: WeightGrad) -> Sequence[Tensor | None]:
         """Called by backward: the gradient's product, or its place in the queue. Returns the weights' grads."""

@@ -7,7 +7,7 @@ weight that is one parameter [E, N, K] or E of them [N, K].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from gmm.grouped_mm import grouped_mm
 from gmm.ops import multi_tensor_gemm
 from gmm.ragged.autograd import autocast_is_on, without_autocast
+from gmm.weight_grad import Groups, Owner, WeightGrad, raise_for_create_graph
 
-Groups = Tensor | tuple[int, ...]  # ends on the device of x, or sizes
 Weights = Sequence[Tensor]  # [E, N, K] alone, or E of [N, K]; of biases [E, N], or E of [N]
 
 
@@ -82,22 +82,6 @@ def _listed(tensors: Weights, dims: int) -> Sequence[Tensor]:
     return tensors[0].unbind() if tensors[0].dim() == dims else tensors
 
 
-class WeightGrad(NamedTuple):
-    """A weight gradient that is still to be computed."""
-
-    dy: Tensor
-    x: Tensor
-    groups: Groups
-    overwrite: bool
-
-
-class Owner(Protocol):
-    """Whose parameters they are, if it puts their gradients where they belong itself."""
-
-    def take_weight_grad(self, pending: WeightGrad) -> Sequence[Tensor | None]:
-        """Computes or keeps it. Returns what autograd is to accumulate into the weights."""
-
-
 class GroupedLinearFunction(torch.autograd.Function):
     """y = x @ w^T + bias. `count` weights, then biases; owner: see there. Backward is the same products."""
 
@@ -128,10 +112,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError(
-                "GroupedLinear: expected a backward without create_graph, which goes with offs or with sizes on the"
-                " device, and without fuse_wgrad_accumulation and delay_wgrad_compute"
-            )
+            raise_for_create_graph()
         x, *saved = ctx.saved_tensors
         groups = saved.pop() if ctx.sizes is None else ctx.sizes
         count, needs = ctx.count, ctx.needs_input_grad

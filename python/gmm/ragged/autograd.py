@@ -95,7 +95,7 @@ def _save(
     ctx.save_for_backward(a if needs_b else None, b if needs_a else None, offs)
     ctx.options, ctx.weight_grad_out = options, weight_grad_out
     ctx.dtype, ctx.bias_dtype = a.dtype, None if bias is None else bias.dtype
-    ctx.a_column_major, ctx.b_column_major = _is_column_major(a), _is_column_major(b)
+    ctx.a_column_major, ctx.b_column_major = is_column_major(a), is_column_major(b)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -120,7 +120,8 @@ def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return da, db, None, dbias, None, None
 
 
-def _is_column_major(x: Tensor) -> bool:
+def is_column_major(x: Tensor) -> bool:
+    """In its last two dimensions."""
     return bool(x.stride(-2) == 1 and x.stride(-1) > 1)
 
 
@@ -170,7 +171,7 @@ def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options
     """The op by the shortest way that the call allows. options: keyword arguments of the op."""
     if not records(a, b, bias):
         return below_autograd(a, b, offs, bias, options)
-    if _within_torch_func():
+    if within_torch_func():
         return apply(a, b, offs, bias, None, options)  # which the op's autograd kernel cannot do for torch.func
     if not torch.compiler.is_dynamo_compiling() and _is_plain(a, b, offs, bias):
         return GroupedMM.apply(a, b, offs, bias, None, {**_DEFAULTS, **options})  # what the op would end in
@@ -189,7 +190,7 @@ def apply(
     if autocast_is_on(a.device):
         a, b, bias = autocast(a, b, bias, options.get("out_dtype"))
     if weight_grad_out is not None:
-        if _within_torch_func():
+        if within_torch_func():
             raise RuntimeError(
                 "weight_grad_out: expected None under torch.func, whose gradients are results, got a tensor"
             )
@@ -199,7 +200,8 @@ def apply(
         return function.apply(a, b, offs, bias, weight_grad_out, {**_DEFAULTS, **options})
 
 
-def _within_torch_func() -> bool:
+def within_torch_func() -> bool:
+    """Whether a transform of torch.func is at work."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._are_functorch_transforms_active()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import gmm.triton
 from gmm._library import core
 from gmm.backend import Choice, parse, resolve
-from gmm.check import dtype_name
+from gmm.check import check, dtype_name
 from gmm.ops import allows_tf32
 from gmm.plan import Operand, Plan, address, as_tensor, cuda_ordinal, plan_list, stored_batch
 from gmm.ragged.check import Shape, check_grouped
@@ -36,6 +36,7 @@ def plan_grouped(
     dtype: torch.dtype,
     out_dtype: torch.dtype | None,
     sm_margin: int,
+    epilogue: str | None,
     backend: str | None,
     sm: int | None,
     sm_count: int | None,
@@ -62,7 +63,7 @@ def plan_grouped(
     common: dict[str, Any] = {"accumulate": accumulate, "sm_margin": sm_margin, "sm": sm, "sm_count": sm_count}
     on_host = sm is None and cuda_ordinal(device) is None
     plans: dict[str, Plan | str] = {
-        "cutlass": _no_device(device) if on_host else _plan_cutlass(tensors, kernel=choice.kernel, **common),
+        "cutlass": _no_device(device) if on_host else _plan_epilogue(tensors, epilogue, choice.kernel, common),
         "triton": _plan_triton(tensors, accumulate, sm),
         "cublas": _no_device(device) if on_host else _plan_cublas(tensors, dtype=a.dtype, **common),
         "reference": Plan("reference", "torch.mm", None, shape.groups, 1, 0, 0, {}),
@@ -87,8 +88,32 @@ def _no_device(device: torch.device) -> str:
     return refusal("cutlass", device) or ""
 
 
+def _plan_epilogue(call: _Tensors, epilogue: str | None, kernel: str, common: dict[str, Any]) -> Plan | str:
+    """Of the product with the epilogue, or of the product alone, which then says why."""
+    if epilogue is None:
+        return _plan_cutlass(call, kernel=kernel, **common)
+    check(call.shape.mode == "ragged_m", "epilogue: expected an a of 2 and a b of 3 dimensions, got another form")
+    columns = call.shape.n // 2 if epilogue == "swiglu" else 2 * call.shape.n
+    after = call._replace(out=as_tensor((call.shape.m, columns), call.out.dtype, call.out.device))
+    fused: Plan | str = "a kernel was asked for by name"
+    if not kernel:
+        fused = _plan_cutlass(after, kernel="", epilogue=epilogue, **common)
+    product = _plan_cutlass(call, kernel=kernel, **common)
+    if isinstance(fused, Plan) or isinstance(product, str):
+        return fused
+    product.reasons["cutlass"] += f"; without the epilogue: {fused}"
+    return product
+
+
 def _plan_cutlass(
-    call: _Tensors, *, kernel: str, accumulate: bool, sm_margin: int, sm: int | None, sm_count: int | None
+    call: _Tensors,
+    *,
+    kernel: str,
+    accumulate: bool,
+    sm_margin: int,
+    sm: int | None,
+    sm_count: int | None,
+    epilogue: str = "",
 ) -> Plan | str:
     """The library's own plan, or why CUTLASS refuses."""
     a, b, offs, bias, out, shape = call
@@ -108,6 +133,7 @@ def _plan_cutlass(
         sm_margin=sm_margin,
         device=cuda_ordinal(a.device) or 0,
         kernel=kernel,
+        epilogue=epilogue,
         sm=sm,
         sm_count=sm_count or 0,
     )

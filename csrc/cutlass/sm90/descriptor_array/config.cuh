@@ -32,12 +32,13 @@ using TmaBarrier = cutlass::arch::ClusterTransactionBarrier;
 using cutlass::arch::NamedBarrier;
 
 template <class Element_, class Out_, bool TokensInK, bool PMajorK, int TileP_, int TileQ_, int Stages_, int Cluster_,
-          int Chunks_, bool Accumulates = false>
+          int Chunks_, bool Accumulates = false, gmm_epilogue Epilogue = GMM_EPILOGUE_NONE>
 struct Config {
   using Element = Element_;
   using Out = Out_;
   static constexpr bool kTokensInK = TokensInK, kPMajorK = PMajorK;
   static constexpr int TileP = TileP_, TileQ = TileQ_, Stages = Stages_, Cluster = Cluster_, Chunks = Chunks_;
+  static constexpr gmm_epilogue kEpilogue = Epilogue;
   static constexpr int kThreads = 384;
   // Registers of a thread of the first warpgroup, whose scheduler spills with 40, and of the others, which spill with
   // 224 where D is loaded.

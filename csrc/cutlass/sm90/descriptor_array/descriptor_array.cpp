@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <random>
+#include <type_traits>
 
 #include "core/groups.h"
 #include "cutlass/sm90/descriptor_array/encode.h"
@@ -37,6 +38,11 @@ struct Launch {
     params.accumulate = args.accumulate;
     params.add_in_l2 = kAddInL2;
     const bool d_fp32 = args.d_dtype == GMM_FP32;
+    if constexpr (std::is_same_v<Params, SmallParams>) {
+      if (args.epilogue)
+        return args.ab_dtype == GMM_BF16 ? launch_swiglu<GMM_BF16>(kernel, b_column_major, params, sm_count, stream)
+                                         : launch_swiglu<GMM_FP16>(kernel, b_column_major, params, sm_count, stream);
+    }
     if (args.ab_dtype == GMM_BF16)
       descriptor_array::launch<GMM_BF16>(kernel, b_column_major, d_fp32, params, sm_count, stream);
     else
@@ -44,13 +50,21 @@ struct Launch {
   }
 };
 
+// Tokens in rows: the map, or the two, of D.
+void encode_rows_of_d(const gmm_args &args, const Encoder &encoder, const gmm_matrix &d, CUtensorMap *maps) {
+  const int box_rows = args.d_dtype == GMM_FP32 ? Chunk<4, false>::kRows : Chunk<2, false>::kRows;
+  encoder.store_rows(&maps[0], d, box_rows);
+  if (reads_d(args)) encoder.load_rows(&maps[1], d, box_rows);
+}
+
 // ------------------------------------------------------------------------------------------------------- list form
 
 // Collects the groups of one launch. Tokens in rows: rows that follow one another in one buffer become one matrix with
 // one map.
 class Batch {
  public:
-  explicit Batch(const Launch &launch) : launch_(launch), d_bytes_(launch.args.d_dtype == GMM_FP32 ? 4 : 2) {
+  explicit Batch(const Launch &launch)
+      : launch_(launch), d_bytes_(launch.args.d_dtype == GMM_FP32 ? 4 : 2), maps_of_d_(1 + reads_d(launch.args)) {
     params_.groups = 0;
     params_.ragged.offs = nullptr;
   }
@@ -63,14 +77,15 @@ class Batch {
     const bool shares = !empty() && !launch_.tokens_in_k();
     const bool continues_a = shares && continues(*last_a_, a, 2),
                continues_d = shares && continues(*last_d_, d, d_bytes_);
-    if (maps_ + 3 - continues_a - continues_d > kLarge.maps || params_.groups == kLarge.groups) return false;
+    const int maps = (continues_a ? 0 : 1) + 1 + (continues_d ? 0 : maps_of_d_);
+    if (maps_ + maps > kLarge.maps || params_.groups == kLarge.groups) return false;
     GroupShape &shape = params_.shapes[params_.groups++];
     shape.m = int(d.rows);
     shape.n = int(d.cols);
     shape.k = int(a.cols);
     shape.bias = launch_.args.bias ? launch_.args.bias[group] : nullptr;
     if (!continues_a) map_a_ = open(a);
-    if (!continues_d) map_d_ = open(d);
+    if (!continues_d) map_d_ = open(d, maps_of_d_);
     shape.map_a = map_a_;
     shape.map_d = map_d_;
     shape.map_b = open(b);
@@ -99,9 +114,10 @@ class Batch {
   }
 
  private:
-  int open(const gmm_matrix &m) {
+  int open(const gmm_matrix &m, int maps = 1) {
     matrices_[maps_] = m;
-    return maps_++;
+    maps_ += maps;
+    return maps_ - maps;
   }
 
   // Where the rows of `m` begin in the map, which now holds them.
@@ -121,9 +137,9 @@ class Batch {
       encoder.load_tokens(&params_.maps[shape.map_b], b.data, b.cols, b.rows, b.ld, kBoxTokensB);
       encoder.store_batch(&params_.maps[shape.map_d], d, 1, d.ld);
     } else {
-      if (shape.row_a == 0) encoder.load_a(&params_.maps[shape.map_a], a);
+      if (shape.row_a == 0) encoder.load_rows(&params_.maps[shape.map_a], a, kBoxRowsA);
       encoder.load_b(&params_.maps[shape.map_b], b, 1, b.ld);
-      if (shape.row_d == 0) encoder.store_rows(&params_.maps[shape.map_d], d);
+      if (shape.row_d == 0) encode_rows_of_d(launch_.args, encoder, d, &params_.maps[shape.map_d]);
     }
   }
 
@@ -161,7 +177,7 @@ class Batch {
   }
 
   const Launch &launch_;
-  const int d_bytes_;
+  const int d_bytes_, maps_of_d_;
   LargeParams params_;  // maps are encoded at the launch
   gmm_matrix matrices_[kLarge.maps];
   const gmm_matrix *last_a_ = nullptr, *last_d_ = nullptr;
@@ -181,6 +197,29 @@ void run_list(const Launch &launch) {
 
 // ---------------------------------------------------------------------------------------------------- ragged forms
 
+// The maps and values of an epilogue.
+void encode_epilogue(const gmm_args &args, const Encoder &encoder, SmallParams &params) {
+  const gmm_matrix &d = args.d[0], &h = args.h;
+  const auto half = [&](gmm_matrix m, int index) {
+    m.cols /= 2;
+    m.data = static_cast<char *>(m.data) + index * m.cols * 2;
+    return m;
+  };
+  params.swiglu = {args.row_weights, args.row_sums, h.data != nullptr};
+  if (args.epilogue == GMM_EPILOGUE_SWIGLU) {
+    constexpr int kRows = Chunk<2, false>::kRows;
+    encoder.store_rows(&params.maps[kMapD], d, kRows);
+    if (!h.data) return;
+    encoder.store_rows(&params.maps[kMapGate], half(h, 0), kRows);
+    encoder.store_rows(&params.maps[kMapUp], half(h, 1), kRows);
+  } else {
+    encoder.store_rows(&params.maps[kMapD], half(d, 0), kBoxRowsBackward);
+    encoder.store_rows(&params.maps[kMapUpD], half(d, 1), kBoxRowsBackward);
+    encoder.load_rows(&params.maps[kMapGate], half(h, 0), kBoxRowsBackward);
+    encoder.load_rows(&params.maps[kMapUp], half(h, 1), kBoxRowsBackward);
+  }
+}
+
 void run_ragged(const Launch &launch) {
   const gmm_args &args = launch.args;
   const gmm_matrix &a = args.a[0], &b = args.b[0], &d = args.d[0];
@@ -188,7 +227,7 @@ void run_ragged(const Launch &launch) {
   SmallParams params;
   params.groups = args.num_groups;
   params.ragged = {args.offs,   args.offs_int64, int(launch.tokens_in_k() ? a.cols : a.rows), int(d.rows),
-                   int(d.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
+                   int(b.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
   if (launch.tokens_in_k()) {
     const void *a_data = a.data ? a.data : d.data, *b_data = b.data ? b.data : d.data;  // no tokens: no address to read
     encoder.load_tokens(&params.maps[kMapA], a_data, a.rows, a.cols, a.ld, kBoxTokensA);
@@ -200,9 +239,12 @@ void run_ragged(const Launch &launch) {
     gmm_matrix a_map = a, b_map = b;  // K = 0, no groups: as above
     if (!a.data) a_map.data = d.data;
     if (!b.data) b_map.data = d.data;
-    encoder.load_a(&params.maps[kMapA], a_map);
+    encoder.load_rows(&params.maps[kMapA], a_map, kBoxRowsA);
     encoder.load_b(&params.maps[kMapB], b_map, args.num_groups, args.stride_b);
-    encoder.store_rows(&params.maps[kMapD], d);
+    if (args.epilogue)
+      encode_epilogue(args, encoder, params);
+    else
+      encode_rows_of_d(args, encoder, d, &params.maps[kMapD]);
   }
   launch(b.column_major, params);
 }

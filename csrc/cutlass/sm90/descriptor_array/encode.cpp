@@ -98,8 +98,9 @@ Encoder::Encoder(gmm_dtype ab_dtype, gmm_dtype d_dtype)
       d_type_(d_dtype == GMM_FP32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : ab_type_),
       d_bytes_(d_dtype == GMM_FP32 ? 4 : 2) {}
 
-void Encoder::load_a(CUtensorMap *map, const gmm_matrix &a) const {
-  encode<2>(map, ab_type_, a.data, {extent(a.cols), extent(a.rows)}, {stride_bytes(a.ld, 2)}, {kBlockK, kBoxRowsA});
+void Encoder::load_rows(CUtensorMap *map, const gmm_matrix &a, int box_rows) const {
+  encode<2>(map, ab_type_, a.data, {extent(a.cols), extent(a.rows)}, {stride_bytes(a.ld, 2)},
+            {64, cuuint32_t(box_rows)});
 }
 
 void Encoder::load_b(CUtensorMap *map, const gmm_matrix &b, int64_t batch, int64_t stride) const {
@@ -109,14 +110,11 @@ void Encoder::load_b(CUtensorMap *map, const gmm_matrix &b, int64_t batch, int64
             {kBlockK, cuuint32_t(b.column_major ? kBoxRowsB : kBlockK), 1});
 }
 
-void Encoder::store_rows(CUtensorMap *map, const gmm_matrix &d) const {
-  using Chunk16 = Chunk<2, false>;
-  using Chunk32 = Chunk<4, false>;
+void Encoder::store_rows(CUtensorMap *map, const gmm_matrix &d, int box_rows) const {
   const cuuint64_t row = stride_bytes(d.ld, d_bytes_);
-  const cuuint32_t columns = d_bytes_ == 2 ? Chunk16::kBoxColumns : Chunk32::kBoxColumns;
-  const cuuint32_t rows = d_bytes_ == 2 ? Chunk16::kRows : Chunk32::kRows;
+  const cuuint32_t columns = d_bytes_ == 2 ? Chunk<2, false>::kBoxColumns : Chunk<4, false>::kBoxColumns;
   encode<3>(map, d_type_, static_cast<char *>(d.data) - row * cuuint64_t(d.rows),
-            {extent(d.cols), extent(d.rows), cuuint64_t(d.rows) + 1}, {row, row}, {columns, rows, 1});
+            {extent(d.cols), extent(d.rows), cuuint64_t(d.rows) + 1}, {row, row}, {columns, cuuint32_t(box_rows), 1});
 }
 
 void Encoder::load_tokens(CUtensorMap *map, const void *data, int64_t columns, int64_t tokens, int64_t ld,

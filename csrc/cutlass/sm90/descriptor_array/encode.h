@@ -12,15 +12,16 @@ class Encoder {
   // Of A and B, and of D.
   Encoder(gmm_dtype ab_dtype, gmm_dtype d_dtype);
 
-  // Tokens in rows. A, read in boxes of 64 of K x kBoxRowsA rows. B of `batch` groups `stride` elements apart, in boxes
-  // of 64 x 64.
-  void load_a(CUtensorMap *map, const gmm_matrix &a) const;
+  // Tokens in rows. A, or D or h as they are read, in boxes of 64 columns x `box_rows` rows. B of `batch` groups
+  // `stride` elements apart, in boxes of 64 x 64.
+  void load_rows(CUtensorMap *map, const gmm_matrix &a, int box_rows) const;
   void load_b(CUtensorMap *map, const gmm_matrix &b, int64_t batch, int64_t stride) const;
 
   // Tokens in rows. D, written in boxes that end at any row. Both row dimensions step one row, and the base lies M rows
   // before D: (column, M - count + r, end) is row end - count + r of D, which for r >= count lies outside the second
-  // dimension and is dropped.
-  void store_rows(CUtensorMap *map, const gmm_matrix &d) const;
+  // dimension and is dropped. Nothing may be read through it: for what lies outside a TMA load touches the base, where
+  // no memory need be. (Seen on an H200: an illegal address where D began a mapping.)
+  void store_rows(CUtensorMap *map, const gmm_matrix &d, int box_rows) const;
 
   // Tokens in K. A or B, as stored: a line of `extent` elements a token; read in boxes of 64 x `box` tokens.
   void load_tokens(CUtensorMap *map, const void *data, int64_t extent, int64_t tokens, int64_t ld, int box) const;

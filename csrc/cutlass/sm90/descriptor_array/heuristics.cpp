@@ -28,18 +28,19 @@ bool accepts_group(const gmm_args &args, int i, bool in_k, std::string *why) {
 }
 
 Launches count_launches(const gmm_args &args) {
-  const int d_bytes = bytes_of(args.d_dtype);
+  const int d_bytes = bytes_of(args.d_dtype), maps_of_d = 1 + reads_d(args);
   int count = 0;
   Capacity used = kLarge;  // of the current launch; the first group opens one
   const gmm_matrix *a = nullptr, *d = nullptr;
   for (int i = 0; i < args.num_groups; ++i) {
     if (!has_product(args, i)) continue;
     const bool shares = a && !args.a[i].column_major;
-    int maps = 3 - (shares && continues(*a, args.a[i], 2)) - (shares && continues(*d, args.d[i], d_bytes));
+    int maps = 1 + (shares && continues(*a, args.a[i], 2) ? 0 : 1) +
+               (shares && continues(*d, args.d[i], d_bytes) ? 0 : maps_of_d);
     if (used.maps + maps > kLarge.maps || used.groups + 1 > kLarge.groups) {
       ++count;
       used = {0, 0};
-      maps = 3;
+      maps = 2 + maps_of_d;
     }
     used.maps += maps;
     used.groups += 1;
@@ -70,10 +71,30 @@ bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
   return true;
 }
 
+// Up to so many rows a group, reading the weights takes the time.
+constexpr int kFewRows = 96;
+
+bool accepts_epilogue(const gmm_args &args, std::string *why) {
+  const gmm_matrix &a = args.a[0], &h = args.h;
+  if (!args.kernel && a.rows <= int64_t(kFewRows) * args.num_groups)
+    return refuse(why, "%lld rows in %d groups: for up to %d a group no kernel has an epilogue", (long long)a.rows,
+                  args.num_groups, kFewRows);
+  if (a.cols == 0) return refuse(why, "an epilogue without a product, as K = 0");
+  // Their halves are matrices of their own.
+  const int64_t half = (args.epilogue == GMM_EPILOGUE_SWIGLU ? args.d[0].cols : args.b[0].cols);
+  if (half % 8 != 0)
+    return refuse(why, "halves of h of %lld columns, which are no multiple of 16 bytes", (long long)half);
+  if (h.data && (reinterpret_cast<uintptr_t>(h.data) % 16 != 0 || h.ld % 8 != 0 || h.ld >= kLimits.ld))
+    return refuse(why, "h: expected an address and a leading dimension that are multiples of 16 bytes, got %p and %lld",
+                  h.data, (long long)h.ld);
+  return true;
+}
+
 bool accepts_ragged(const gmm_args &args, std::string *why) {
   const gmm_matrix &d = args.d[0];
   const bool in_k = args.form == GMM_RAGGED_K;
   if (!accepts_group(args, 0, in_k, why)) return false;
+  if (args.epilogue && !accepts_epilogue(args, why)) return false;
   if (args.bias && args.a[0].cols == 0) return refuse(why, "bias without a product, as K = 0");
   const int64_t batch_stride = in_k ? args.stride_d : args.stride_b;
   const int bytes = in_k ? bytes_of(args.d_dtype) : 2;
@@ -82,7 +103,7 @@ bool accepts_ragged(const gmm_args &args, std::string *why) {
                   in_k ? "d" : "b", (long long)batch_stride);
   // In floating point: the product of three 32-bit numbers overflows 64 bits.
   const double tiles = in_k ? double(args.num_groups) * ceil_div(d.rows, 64) * ceil_div(d.cols, 64)
-                            : (double(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(d.cols, 64);
+                            : (double(ceil_div(d.rows, 16)) + args.num_groups) * ceil_div(args.b[0].cols, 64);
   if (tiles >= INT32_MAX) return refuse(why, "more tiles than 32 bits count");
   return true;
 }
@@ -123,6 +144,7 @@ bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_b
 
 const Kernel &choose(const gmm_args &args, int sm_count) {
   if (args.form == GMM_RAGGED_K) return k128x192;
+  if (args.epilogue) return args.epilogue == GMM_EPILOGUE_SWIGLU ? kSwiglu : kSwigluBackward;
   const bool list = args.form == GMM_LIST;
   int64_t rows = 0, groups = 0, narrow = 0, wide = 0;  // tiles of 64 and 128 columns, of groups with few rows
   for (int i = 0; i < (list ? args.num_groups : 1); ++i) {
@@ -134,13 +156,15 @@ const Kernel &choose(const gmm_args &args, int sm_count) {
     narrow += alike * ceil_div(args.d[i].cols, k128x64.tile_n);
     wide += alike * ceil_div(args.d[i].cols, k192x128.tile_n);
   }
-  // Up to 96 rows a group, reading the weights takes the time, and narrow tiles spread that over more SMs; but not
-  // where they need two rounds and wide ones a single one (16 x 64 rows, 768 columns: 24.3 and 23.0 us, H200).
+  // With few rows narrow tiles spread the reading of weights over more SMs; but not where they need two rounds and wide
+  // ones a single one (16 x 64 rows, 768 columns: 24.3 and 23.0 us, H200).
   const bool one_round = rows > 32 * groups && wide <= sm_count && sm_count < narrow;
-  return rows <= 96 * groups && !one_round && takes(k128x64, args) ? k128x64 : k192x128;
+  return rows <= kFewRows * groups && !one_round && takes(k128x64, args) ? k128x64 : k192x128;
 }
 
 bool takes(const Kernel &kernel, const gmm_args &args) {
+  if ((&kernel == &kSwiglu) != (args.epilogue == GMM_EPILOGUE_SWIGLU)) return false;
+  if ((&kernel == &kSwigluBackward) != (args.epilogue == GMM_EPILOGUE_SWIGLU_BACKWARD)) return false;
   const bool in_k = args.form == GMM_RAGGED_K || (args.form == GMM_LIST && first_is_column_major(args));
   if ((&kernel == &k128x192) != in_k) return false;
   return &kernel != &k128x64 || !args.accumulate || args.d_dtype == GMM_FP32;

@@ -33,7 +33,19 @@ inline constexpr Kernel k128x64{
 inline constexpr Kernel k128x192{
     "sm90_descriptor_array_128x192x64_pingpong_2x1", Family::kDescriptorArray, 128, 192, 64, 2, 1, true};
 
-inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192};
+// Tokens in rows, with the epilogues of that name.
+inline constexpr Kernel kSwiglu{
+    "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu", Family::kDescriptorArray, 192, 128, 64, 1, 2, true};
+inline constexpr Kernel kSwigluBackward{"sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu_backward",
+                                        Family::kDescriptorArray,
+                                        192,
+                                        128,
+                                        64,
+                                        1,
+                                        2,
+                                        true};
+
+inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192, &kSwiglu, &kSwigluBackward};
 
 // How many launches the groups with a product take, and whether the one has small parameters.
 struct Launches {
@@ -46,6 +58,7 @@ struct Launches {
 //   - A row-major and B all row-major or all column-major (tokens in rows); or A column-major and B row-major, without
 //     bias (tokens in K);
 //   - pointers 16-byte aligned; leading dimensions, strides of a batch and the rows of D multiples of 16 bytes;
+//   - epilogue: enough rows a group for the wide tiles, which alone have one; h as D;
 //   - list: at most kMaxLaunches launches; one with small parameters for rows into fp32, and for 16-bit accumulation.
 // Then `launches` is set; otherwise the reason in `why`, which may be null.
 bool accepts(const gmm_args &args, Launches &launches, std::string *why);
@@ -55,6 +68,11 @@ bool takes(const Kernel &kernel, const gmm_args &args);
 
 // The kernel for accepted arguments. `sm_count`: SMs to use, margin already taken off.
 const Kernel &choose(const gmm_args &args, int sm_count);
+
+// Whether a kernel with tokens in rows reads D: 16-bit, which it adds to in registers. Then D has a second map.
+inline bool reads_d(const gmm_args &args) {
+  return args.accumulate && args.d_dtype != GMM_FP32 && args.num_groups > 0 && !args.a[0].column_major;
+}
 
 // Whether the rows of `next` follow those of `previous` in one buffer, as slices of it do: one map serves both.
 bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_bytes);

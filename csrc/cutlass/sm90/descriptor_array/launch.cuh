@@ -47,6 +47,12 @@ using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, kTokensClus
 template <class Element>
 using TokensAdd128x192 = Config<Element, float, true, false, 128, 192, 4, kTokensCluster, 8, true>;
 
+template <class Element, bool BColumnMajor, gmm_epilogue Epilogue>
+using RowsSwiglu = Config<Element, Element, false, BColumnMajor, 128, 192, 5, 2, 3, false, Epilogue>;
+
+template <gmm_dtype Dtype>
+using ElementOf = std::conditional_t<Dtype == GMM_BF16, cutlass::bfloat16_t, cutlass::half_t>;
+
 // Which exist, heuristics.h says.
 template <class Element, class Out, class Params>
 void launch_kernel(const Kernel &kernel, bool b_column_major, const Params &params, int sm_count, cudaStream_t stream) {
@@ -73,10 +79,22 @@ void launch_kernel(const Kernel &kernel, bool b_column_major, const Params &para
   throw Error(GMM_ERROR_INTERNAL, format("no kernel %s for this call", kernel.name));
 }
 
+template <gmm_dtype Dtype>
+void launch_swiglu(const Kernel &kernel, bool b_column_major, const SmallParams &params, int sm_count,
+                   cudaStream_t stream) {
+  using Element = ElementOf<Dtype>;
+  if (&kernel == &kSwiglu)
+    return b_column_major ? launch_config<RowsSwiglu<Element, true, GMM_EPILOGUE_SWIGLU>>(params, sm_count, stream)
+                          : launch_config<RowsSwiglu<Element, false, GMM_EPILOGUE_SWIGLU>>(params, sm_count, stream);
+  return b_column_major
+             ? launch_config<RowsSwiglu<Element, true, GMM_EPILOGUE_SWIGLU_BACKWARD>>(params, sm_count, stream)
+             : launch_config<RowsSwiglu<Element, false, GMM_EPILOGUE_SWIGLU_BACKWARD>>(params, sm_count, stream);
+}
+
 template <gmm_dtype Dtype, class Params>
 void launch(const Kernel &kernel, bool b_column_major, bool d_fp32, const Params &params, int sm_count,
             cudaStream_t stream) {
-  using Element = std::conditional_t<Dtype == GMM_BF16, cutlass::bfloat16_t, cutlass::half_t>;
+  using Element = ElementOf<Dtype>;
   if (d_fp32)
     launch_kernel<Element, float>(kernel, b_column_major, params, sm_count, stream);
   else

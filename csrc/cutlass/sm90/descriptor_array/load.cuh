@@ -56,6 +56,16 @@ CUTLASS_DEVICE void load_rows(const Params &params, SharedStorage<C> &shared, co
   });
 }
 
+// Where box `at` of the tile begins along N. With SwiGLU a tile is a box of the gate and the one of the same columns of
+// the up half, so that both are in the same thread.
+template <class C, class Params>
+CUTLASS_DEVICE int weights_of_box(const Params &params, const Tile &tile, int at) {
+  if constexpr (C::kEpilogue == GMM_EPILOGUE_SWIGLU)
+    return tile.p / 2 + at * (params.ragged.n / 2);
+  else
+    return tile.p + at * kBoxRowsB;
+}
+
 template <class C, bool kShared, class Params>
 CUTLASS_DEVICE void load_weights(const Params &params, SharedStorage<C> &shared, const Tile &tile, int rank) {
   const CUtensorMap *map = map_b(params, tile.group);
@@ -64,7 +74,8 @@ CUTLASS_DEVICE void load_weights(const Params &params, SharedStorage<C> &shared,
   fill_stages(shared, tile, bytes_of_lines<C>(C::TileP), [&](int stage, int k) {
     CUTE_UNROLL
     for (int part = 0; part < (kShared ? kParts / C::Cluster : kParts); ++part) {
-      const int at = kShared ? part * C::Cluster + rank : part, p = tile.p + at * kBoxRowsB;
+      const int at = kShared ? part * C::Cluster + rank : part;
+      const int p = weights_of_box<C>(params, tile, at);
       typename C::Element *to = shared.p + stage * C::TileP * kBlockK + at * kBox;
       if constexpr (C::kPMajorK)
         copy_box<C, kShared>(map, shared.full[stage], to, k, p, weights);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cutlass/sm90/descriptor_array/store.cuh"
+#include "cutlass/sm90/descriptor_array/swiglu.cuh"
 #include "cutlass/sm90/descriptor_array/wgmma.cuh"
 
 namespace gmm::sm90::descriptor_array {
@@ -91,7 +92,12 @@ CUTLASS_DEVICE void compute_tile(const Params &params, SharedStorage<C> &shared,
   release(shared, previous);
 
   NamedBarrier::sync(256, kStoreTurn + warpgroup);
-  store_tile<C, Q>(params, shared, tile, warpgroup, pos, acc);
+  if constexpr (C::kEpilogue == GMM_EPILOGUE_SWIGLU)
+    store_swiglu<C, Q>(params, shared, tile, warpgroup, acc);
+  else if constexpr (C::kEpilogue == GMM_EPILOGUE_SWIGLU_BACKWARD)
+    store_swiglu_backward<C, Q>(params, shared, tile, warpgroup, acc);
+  else
+    store_tile<C, Q>(params, shared, tile, warpgroup, pos, acc);
   __syncwarp();
   NamedBarrier::arrive(256, kStoreTurn + (warpgroup ^ 1));
 }
@@ -127,7 +133,10 @@ CUTLASS_DEVICE void consume(const Params &params, SharedStorage<C> &shared, int 
       NamedBarrier::sync(256, kMmaTurn + warpgroup);
       NamedBarrier::arrive(256, kMmaTurn + (warpgroup ^ 1));
       NamedBarrier::sync(256, kStoreTurn + warpgroup);
-      store_zeros(params, shared, tile, warpgroup);
+      if constexpr (C::kEpilogue == GMM_EPILOGUE_NONE)
+        store_zeros(params, shared, tile, warpgroup);
+      else
+        store_zeros_swiglu(params, shared, tile, warpgroup);
       __syncwarp();
       NamedBarrier::arrive(256, kStoreTurn + (warpgroup ^ 1));
     } else if constexpr (C::kTokensInK) {

@@ -20,6 +20,9 @@ inline constexpr int kBoxTokensA = 64;                        // tokens in K
 inline constexpr int kTokensCluster = k128x192.cluster_m;     // tokens in K
 inline constexpr int kBoxTokensB = kBlockK / kTokensCluster;  // so that each CTA of a cluster can load one for all
 
+// Rows of the boxes in which the backward epilogue reads h and writes its gradient: a box of each half is 8 KB.
+inline constexpr int kBoxRowsBackward = 32;
+
 // D leaves in chunks of 8 KB.
 template <int ElementBytes, bool TokensInK>
 struct Chunk {
@@ -48,7 +51,15 @@ struct RaggedGroups {
   const void *bias;
   int64_t stride_bias;  // elements
 };
-enum RaggedMap { kMapA, kMapB, kMapD, kMapTailA, kMapTailB, kRaggedMaps };
+// With an epilogue's D of two halves, kMapD is the first.
+enum RaggedMap { kMapA, kMapB, kMapD, kMapOldD, kMapTailA, kMapTailB, kMapUpD, kMapGate, kMapUp, kRaggedMaps };
+
+// Of gmm_epilogue, in a ragged form.
+struct SwigluParams {
+  const float *weights;
+  float *sums;
+  int keeps_h;
+};
 
 // See counter.cuh.
 struct TileCounter {
@@ -58,8 +69,9 @@ struct TileCounter {
 };
 
 // Maps, by operand. Tokens in rows: A (K, rows); B (K, N, batch), or (N, K, batch) when it is row-major; D (N, rows,
-// rows + 1), see encode.h. Tokens in K: A (M, tokens), B (N, tokens), D (N, M, batch). What the scheduler needs first
-// stands first: each line of constant memory is a miss of its own.
+// rows + 1), see encode.h, and behind it D as it is read (N, rows), where it is added to in registers. Tokens in K: A
+// (M, tokens), B (N, tokens), D (N, M, batch). What the scheduler needs first stands first: each line of constant
+// memory is a miss of its own.
 template <int kMaps, int kGroups>
 struct ParamsOf {
   RaggedGroups ragged;
@@ -70,6 +82,7 @@ struct ParamsOf {
   int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
   CUtensorMap maps[kMaps];
   GroupShape shapes[kGroups];
+  SwigluParams swiglu;
 };
 using SmallParams = ParamsOf<kSmall.maps, kSmall.groups>;
 using LargeParams = ParamsOf<kLarge.maps, kLarge.groups>;
@@ -79,5 +92,10 @@ static_assert(sizeof(SmallParams) <= 4096 && sizeof(LargeParams) <= 32764, "kern
 template <gmm_dtype, class Params>
 void launch(const Kernel &kernel, bool b_column_major, bool d_fp32, const Params &params, int sm_count,
             cudaStream_t stream);
+
+// The same for kernels with an epilogue: kSwiglu and kSwigluBackward.
+template <gmm_dtype>
+void launch_swiglu(const Kernel &kernel, bool b_column_major, const SmallParams &params, int sm_count,
+                   cudaStream_t stream);
 
 }  // namespace gmm::sm90::descriptor_array

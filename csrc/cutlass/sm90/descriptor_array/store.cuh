@@ -44,13 +44,16 @@ struct Destination {
     tma_store_arrive();
   }
 
-  // By one thread, which waits.
+  // By one thread, which waits. Tokens in rows: rows after the group's are read as well.
   CUTLASS_DEVICE void load(typename C::Out *chunk, const Tile &tile, int p, int q, TmaBarrier &full, int phase) const {
-    constexpr int kBytes = Chunk::kBoxColumns * Chunk::kRows * sizeof(typename C::Out);
-    boxes(tile, p, q, [&](int first, int x, int y, int z) {
-      full.expect_transaction(kBytes);
-      SM90_TMA_LOAD_3D::copy(map, reinterpret_cast<uint64_t *>(&full), kHint, chunk + first, x, y, z);
-    });
+    uint64_t *bits = reinterpret_cast<uint64_t *>(&full);
+    if (q < tile.q_end - tile.q && (C::kTokensInK || tile.p + p < n)) {
+      full.expect_transaction(Chunk::kBoxColumns * Chunk::kRows * sizeof(typename C::Out));
+      if constexpr (C::kTokensInK)
+        SM90_TMA_LOAD_3D::copy(map, bits, kHint, chunk, tile.q + q, tile.p + p, batch);
+      else
+        SM90_TMA_LOAD_2D::copy(map + 1, bits, kHint, chunk, tile.p + p, tile.q + q);
+    }
     full.arrive();
     full.wait(phase);
   }

@@ -1,0 +1,119 @@
+// torch.ops.gmm.swiglu_cutlass and swiglu_backward_cutlass: grouped_mm with an epilogue of gmm_epilogue, for CUDA
+// tensors. Each returns why CUTLASS does not take the call, "" when it ran; python/gmm/moe/feed_forward.py then does it
+// in two steps.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "gmm/gmm.h"
+#include "torch/call.h"
+#include "torch/check.h"
+#include "torch/grouped.h"
+#include "torch/grouped_check.h"
+#include "torch/kernels.h"
+#include "torch/tensor_list.h"
+
+namespace gmm {
+namespace {
+
+using torch::stable::detail::from;
+using torch::stable::detail::to;
+
+// One that the kernel reads or writes as a contiguous matrix (a row when rows is 1).
+void check_contiguous(const char *name, const TensorView &t, const TensorView &a, int32_t dtype, int64_t rows,
+                      int64_t columns) {
+  check_device(name, t, a);
+  if (t.dtype != dtype) fail("%s: expected %s, got %s", name, dtype_name(dtype).c_str(), dtype_name(t.dtype).c_str());
+  const int64_t sizes[] = {rows, columns};
+  const int64_t *expected = t.dim == 1 && rows == 1 ? sizes + 1 : sizes, dim = t.dim == 1 && rows == 1 ? 1 : 2;
+  if (t.dim != dim || !std::equal(expected, expected + dim, t.sizes))
+    fail("%s: expected shape %s, got %s", name, shape_text(expected, dim).c_str(), shape_text(t.sizes, t.dim).c_str());
+  if ((columns > 1 && t.strides[dim - 1] != 1) || (dim == 2 && rows > 1 && t.strides[0] != columns))
+    fail("%s: expected a contiguous tensor, got strides %s", name, shape_text(t.strides, t.dim).c_str());
+}
+
+gmm_matrix contiguous_matrix(const TensorView &t, const void *data) {
+  return {const_cast<void *>(data), t.sizes[0], t.sizes[1], std::max<int64_t>(t.sizes[1], 1), 0};
+}
+
+Operand operand(const TensorView &t, const void *data) {
+  const int64_t *sizes = t.sizes + t.dim - 2, *strides = t.strides + t.dim - 2;
+  return {{const_cast<void *>(data), sizes[0], sizes[1], strides[0], strides[1]}, t.dim == 3 ? t.strides[0] : 0};
+}
+
+// d = the epilogue of a @ b. `h` and `sums` as in gmm.h, checked by the caller.
+std::string run(gmm_epilogue epilogue, const TensorView &a, const TensorView &b, const TensorArgument &offs,
+                const TensorArgument &weights, const gmm_matrix &h, float *sums, const TensorView &d,
+                const Options &options) {
+  const int64_t columns = b.sizes[2];
+  check_contiguous("d", d, a, a.dtype, a.sizes[0], epilogue == GMM_EPILOGUE_SWIGLU ? columns / 2 : columns * 2);
+  if (weights.present()) check_contiguous("weights", *weights, a, aoti_torch_dtype_float32(), 1, a.sizes[0]);
+  if (a.empty() || b.empty()) return "it has no product to compute";
+
+  GroupedCall call{Mode::kRaggedM, offs->sizes[0], operand(a, a.data()), operand(b, b.data()),
+                   operand(d, d.mutable_data())};
+  gmm_args args{};
+  GroupedMatrices matrices;
+  args.struct_size = sizeof args;
+  if (const char *refusal = describe_grouped(call, args, matrices)) return refusal;
+  if (offs->strides[0] != 1 && call.groups > 1) return "it reads contiguous offs";
+  args.ab_dtype = args.d_dtype = to_gmm_dtype(a.dtype);
+  args.sm_margin = static_cast<int32_t>(std::min<int64_t>(options.sm_margin, INT32_MAX));
+  args.device = a.device_index;
+  args.backend = GMM_BACKEND_CUTLASS;
+  args.offs = offs->data();
+  args.offs_int64 = offs->dtype == aoti_torch_dtype_int64();
+  args.epilogue = epilogue;
+  args.h = h;
+  args.row_weights = weights.present() ? static_cast<const float *>(weights->data()) : nullptr;
+  args.row_sums = sums;
+  return try_library(args, a) ? "" : gmm_last_error();
+}
+
+// The product's own operands.
+void check_product(const TensorView &a, const TensorView &b, const TensorArgument &offs, const Options &options) {
+  if (a.dim != 2 || b.dim != 3)
+    fail("a, b: expected 2 and 3 dimensions, got %lld and %lld", (long long)a.dim, (long long)b.dim);
+  check_grouped(a, b, offs, options);
+}
+
+}  // namespace
+
+void swiglu_cutlass(StableIValue *stack, uint64_t, uint64_t) {
+  const TensorArgument a = TensorArgument::required(stack[0]), b = TensorArgument::required(stack[1]),
+                       offs = TensorArgument::required(stack[2]), weights = TensorArgument::optional(stack[3]),
+                       h = TensorArgument::optional(stack[4]), y = TensorArgument::required(stack[5]);
+  Options options;
+  options.sm_margin = to<int64_t>(stack[6]);
+  check_product(*a, *b, offs, options);
+  gmm_matrix kept{};
+  if (h.present()) {
+    check_contiguous("h", *h, *a, a->dtype, a->sizes[0], b->sizes[2]);
+    kept = contiguous_matrix(*h, h->mutable_data());
+  }
+  stack[0] = from(run(GMM_EPILOGUE_SWIGLU, *a, *b, offs, weights, kept, nullptr, *y, options));
+}
+
+void swiglu_backward_cutlass(StableIValue *stack, uint64_t, uint64_t) {
+  const TensorArgument dy = TensorArgument::required(stack[0]), b = TensorArgument::required(stack[1]),
+                       h = TensorArgument::required(stack[2]), offs = TensorArgument::required(stack[3]),
+                       weights = TensorArgument::optional(stack[4]), dh = TensorArgument::required(stack[5]),
+                       sums = TensorArgument::optional(stack[6]);
+  Options options;
+  options.sm_margin = to<int64_t>(stack[7]);
+  check_product(*dy, *b, offs, options);
+  const int64_t rows = dy->sizes[0], columns = b->sizes[2];
+  check_contiguous("h", *h, *dy, dy->dtype, rows, 2 * columns);
+  float *to_sums = nullptr;
+  if (sums.present()) {
+    check_contiguous("parts", *sums, *dy, aoti_torch_dtype_float32(), (columns + 127) / 128 * 4, rows);
+    to_sums = static_cast<float *>(sums->mutable_data());
+  }
+  const gmm_matrix kept = contiguous_matrix(*h, h->data());
+  stack[0] = from(run(GMM_EPILOGUE_SWIGLU_BACKWARD, *dy, *b, offs, weights, kept, to_sums, *dh, options));
+}
+
+}  // namespace gmm
