@@ -3,7 +3,8 @@
 
 The experts' peers are the same layer on torch._grouped_mm: "torch products" with gmm.moe around them, "torch" with
 torch's own elementwise operations, sort and gathers. The experts alone, on sorted tokens, are timed as well: the
-module, and the same functions on torch._grouped_mm. With transformers 5 installed its experts module of Qwen3-MoE is
+module, and the same functions on torch._grouped_mm. And what SwiGLU within the products saves: the product, the product
+and the activation in two kernels, and both in one. With transformers 5 installed its experts module of Qwen3-MoE is
 timed on gmm's implementation and on its own two.
 
     python benchmarks/bench_moe_ops.py [--model NAME,...] [--quick] [--out results.json]
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench_moe_layer import MODELS, GroupedMM, Model, peak_gib, torch_grouped_mm
+from bench_moe_layer import MODELS, Model, peak_gib, torch_grouped_mm
 from timing import Call, Row, burst_ms, interleaved, machine, measure_ceilings, print_table, progress, save
 from torch import Tensor
 
@@ -62,15 +63,17 @@ def layer(o: Operands, method: str) -> Tensor:
     experts = len(o.gate_up)
     if method == "torch":
         return torch_layer(o)
-    product = torch_grouped_mm if method == "torch products" else gmm_grouped_mm
     rows, row_map, offs = gmm.moe.permute(o.x, o.index, experts)
     factors = gmm.moe.permute_weights(o.weights, row_map)
-    return gmm.moe.unpermute(feed_forward(rows, factors, offs, o, product), row_map)
+    if method == "gmm":
+        return gmm.moe.unpermute(gmm.moe.feed_forward(rows, o.gate_up, o.down, offs, factors), row_map)
+    return gmm.moe.unpermute(on_torch_products(rows, factors, offs, o), row_map)
 
 
-def feed_forward(rows: Tensor, factors: Tensor, offs: Tensor, o: Operands, product: GroupedMM) -> Tensor:
-    h = gmm.moe.gated_activation(product(rows, o.gate_up, offs), "swiglu", weights=factors, offs=offs)
-    return product(h, o.down, offs)
+def on_torch_products(rows: Tensor, factors: Tensor, offs: Tensor, o: Operands) -> Tensor:
+    """gmm.moe.feed_forward()."""
+    h = gmm.moe.gated_activation(torch_grouped_mm(rows, o.gate_up, offs), "swiglu", weights=factors, offs=offs)
+    return torch_grouped_mm(h, o.down, offs)
 
 
 def experts_alone(o: Operands) -> dict[str, Callable[[], list[Tensor]]]:
@@ -89,14 +92,10 @@ def experts_alone(o: Operands) -> dict[str, Callable[[], list[Tensor]]]:
         return [y, *torch.autograd.grad(y, (rows, factors, module.gate_up.weight, module.down.weight), dy)]
 
     def run_torch() -> list[Tensor]:
-        y = feed_forward(rows, factors, offs, o, torch_grouped_mm)
+        y = on_torch_products(rows, factors, offs, o)
         return [y, *torch.autograd.grad(y, (rows, factors, o.gate_up, o.down), dy)]
 
     return {"gmm": run_module, "torch products": run_torch}
-
-
-def gmm_grouped_mm(x: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    return gmm.grouped_mm(x, w, offs, trans_b=True)
 
 
 def torch_layer(o: Operands) -> Tensor:
@@ -158,6 +157,27 @@ def ops(o: Operands) -> dict[str, tuple[Callable[[], Any], int]]:
     }
 
 
+def swiglu(o: Operands) -> dict[str, Callable[[], Any]]:
+    """Forward, the product with gate_up; backward, that of the gradient with down. Each alone and with the
+    activation."""
+    experts = len(o.gate_up)
+    rows, row_map, offs = gmm.moe.permute(o.x.detach(), o.index, experts)
+    factors = gmm.moe.permute_weights(o.weights.detach(), row_map)
+    w, down, dy = o.gate_up.detach().mT, o.down.detach(), torch.randn_like(rows)
+    h = gmm.grouped_mm(rows, w, offs)
+    activation, backward = torch.ops.gmm.moe_activation, torch.ops.gmm.moe_activation_backward
+    in_one, backward_in_one = torch.ops.gmm.moe_swiglu, torch.ops.gmm.moe_swiglu_backward
+    options = None, factors, offs, "swiglu", False, None
+    return {
+        "product": lambda: gmm.grouped_mm(rows, w, offs),
+        "two kernels": lambda: activation(gmm.grouped_mm(rows, w, offs), *options),
+        "one kernel": lambda: in_one(rows, w, offs, factors, True, 0, "auto"),
+        "backward, product": lambda: gmm.grouped_mm(dy, down, offs),
+        "backward, two kernels": lambda: backward(gmm.grouped_mm(dy, down, offs), h, *options),
+        "backward, one kernel": lambda: backward_in_one(dy, down, h, offs, factors, 0, "auto"),
+    }
+
+
 def hugging_face(model: Model, device: str) -> dict[str, Callable[[], list[Tensor]]]:
     """The output and all gradients of transformers' Qwen3MoeExperts by experts_implementation; of none without it."""
     try:
@@ -212,6 +232,8 @@ def time_model(name: str, model: Model, seconds: float, copy: float) -> Row:
     with torch.no_grad():
         ms = interleaved({op: call for op, (call, _) in timed.items()}, burst_ms, rounds=3, seconds=seconds)
     del timed
+    with torch.no_grad():
+        epilogue = interleaved(dict(swiglu(o)), burst_ms, rounds=3, seconds=seconds)
     alone = interleaved(dict(experts_alone(o)), burst_ms, rounds=3, seconds=seconds)
     steps: dict[str, Call] = {method: lambda method=method: step(o, method) for method in METHODS}
     return {
@@ -222,6 +244,7 @@ def time_model(name: str, model: Model, seconds: float, copy: float) -> Row:
         "layer_ms": {m: round(v, 3) for m, v in interleaved(steps, burst_ms, rounds=3, seconds=seconds).items()},
         "peak_gib": {method: round(peak_gib(call), 2) for method, call in steps.items()},
         "experts_ms": {m: round(v, 3) for m, v in alone.items()},
+        "swiglu_us": {name: round(1e3 * v, 1) for name, v in epilogue.items()},
     }
 
 
@@ -254,6 +277,9 @@ def print_results(results: dict[str, Any]) -> None:
         for r, e in zip(rows, alone)
     ]
     print_table("The experts alone: forward and backward", ["layer", *(f"{m}, ms" for m in alone[0]), "ratio"], cells)
+    swiglus = list(rows[0]["swiglu_us"])
+    cells = [[r["model"], *(f"{r['swiglu_us'][name]:.0f}" for name in swiglus)] for r in rows]
+    print_table("Gate and up, and the gradient of their activation: us", ["layer", *swiglus], cells, width=200)
     if hf := results["hugging_face"]:
         header = [f"{method}, {unit}" for unit in ("ms", "GiB") for method in hf["ms"]]
         cells = [[f"{value:.2f}" for unit in ("ms", "peak_gib") for value in hf[unit].values()]]
