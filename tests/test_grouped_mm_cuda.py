@@ -448,8 +448,8 @@ def test_auto_never_copies_to_the_host(no_sync: Callable[[], None]) -> None:
 
 @pytest.mark.parametrize("what", ("accumulate", "accumulate list", "swiglu backward"))
 def test_what_is_read_may_begin_a_mapping(what: str) -> None:
-    """Groups end within a box of rows of D, or of h, and nothing is mapped before it: for rows beyond, a TMA load once
-    touched memory before the buffer."""
+    """Nothing is mapped before D or h, and groups end within their boxes. A load of h through a map whose base lay
+    before it was an illegal address."""
     require("cutlass")
     offs, total, n, k = torch.tensor([130, 130, 450], device=CUDA, dtype=torch.int32), 500, 392, 464
     x, w, h, dh = (

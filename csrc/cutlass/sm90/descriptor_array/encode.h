@@ -19,8 +19,8 @@ class Encoder {
 
   // Tokens in rows. D, written in boxes that end at any row. Both row dimensions step one row, and the base lies M rows
   // before D: (column, M - count + r, end) is row end - count + r of D, which for r >= count lies outside the second
-  // dimension and is dropped. Nothing may be read through it: for what lies outside a TMA load touches the base, where
-  // no memory need be. (Seen on an H200: an illegal address where D began a mapping.)
+  // dimension and is dropped. It is not for loads: the TMA unit touches the base for a box that lies outside
+  // altogether, and no memory need be there (an illegal address on an H200 where D began a mapping).
   void store_rows(CUtensorMap *map, const gmm_matrix &d, int box_rows) const;
 
   // Tokens in K. A or B, as stored: a line of `extent` elements a token; read in boxes of 64 x `box` tokens.

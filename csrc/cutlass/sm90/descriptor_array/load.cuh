@@ -136,17 +136,6 @@ CUTLASS_DEVICE void load_tile_q(const Params &params, SharedStorage<C> &shared, 
   }
 }
 
-// Brings what the epilogue will read of h into the L2: its chunks are too few to hide the latency of memory.
-template <class C, class Params>
-CUTLASS_DEVICE void prefetch_h(const Params &params, const Tile &tile) {
-  if (tile.k == tile.k_end) return;
-  for (int row = tile.q; row < tile.q_end; row += kBoxRowsBackward)
-    for (int column = tile.p; column < min(tile.p + C::TileP, params.ragged.n); column += 64) {
-      SM90_TMA_LOAD_2D::PREFETCH::copy(&params.maps[kMapGate], column, row);
-      SM90_TMA_LOAD_2D::PREFETCH::copy(&params.maps[kMapUp], column, row);
-    }
-}
-
 // The warp that loads P (kOperandP), or Q: one for both would need longer for the copies of a block than the tensor
 // cores for the block.
 template <class C, bool kOperandP, class Params>
@@ -163,7 +152,6 @@ CUTLASS_DEVICE void produce(const Params &params, SharedStorage<C> &shared, int 
         load_tile_p<C, (C::Cluster > 1)>(params, shared, tile, rank);
       else
         load_tile_p<C, false>(params, shared, tile, rank);
-      if constexpr (C::kEpilogue == GMM_EPILOGUE_SWIGLU_BACKWARD) prefetch_h<C>(params, tile);
     } else {
       if (C::Cluster > 1 && tile.shares_q)
         load_tile_q<C, (C::Cluster > 1)>(params, shared, tile, rank);

@@ -226,16 +226,16 @@ CUTLASS_DEVICE void store_swiglu_backward(const Params &params, SharedStorage<C>
       CUTE_UNROLL
       for (float &sum : sums) sum = 0.f;
     }
-    if (leader && step > 0 && step + 2 < kSteps) {
-      tma_store_wait<0>();  // the chunk of the step before has been read
-      load(step + 2);
-    }
     tma_store_fence();
     NamedBarrier::sync(128, kEpilogue + warpgroup);
     if (leader) {
       boxes.store(params.maps[kMapD], gates, p, first);
       boxes.store(params.maps[kMapUpD], ups, p, first);
       tma_store_arrive();
+      if (step > 0 && step + 2 < kSteps) {
+        tma_store_wait<1>();  // the chunk of the step before has been read
+        load(step + 2);
+      }
     }
   }
   if (leader) {
