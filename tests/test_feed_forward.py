@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gmm
 from gmm.moe import KINDS, feed_forward
-from gmm.nn import GroupedExperts
+from gmm.nn import GroupedExperts, GroupedLinear
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H, FFN, SIZES, TAIL = 16, 24, (5, 0, 9, 3), 4  # the second expert gets no row, the last rows are no expert's
@@ -199,6 +199,30 @@ def test_parameters_are_saved_as_they_are() -> None:
     assert all(any(t is leaf for t in saved) for leaf in call.leaves[1:3])
 
 
+@pytest.mark.parametrize(
+    ("needs", "kept"),
+    (((0,), (1, 2, 3)), ((1,), (0, 2, 3)), ((2,), ()), ((3,), (2, 3)), ((0, 2), (1, 2, 3))),
+    ids=str,
+)
+def test_what_is_saved(needs: tuple[int, ...], kept: tuple[int, ...]) -> None:
+    """Only what the gradients asked for are made of: the rest may be freed, or changed. With frozen experts not x."""
+    call = Call(CPU)
+    call.leaves = [t.detach().nan_to_num(1.0).requires_grad_(i in needs) for i, t in enumerate(call.leaves)]
+    call.dy.nan_to_num_(1.0)
+    leaves = [call.leaves[i] for i in needs]
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = call.run()
+    assert {i for i, leaf in enumerate(call.leaves) if any(t is leaf for t in saved)} == set(kept)
+    want = torch.autograd.grad(call.composed(), leaves, call.dy)
+    with torch.no_grad():
+        for i, leaf in enumerate(call.leaves):
+            if i not in kept:
+                leaf.fill_(float("nan"))
+    for ours, theirs in zip(torch.autograd.grad(y, leaves, call.dy, create_graph=True), want, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_gradients_in_the_layout_of_the_weights(auto_target: Target) -> None:
     call = Call(auto_target.device)
     want = call.results(call.run)
@@ -347,7 +371,11 @@ def test_errors() -> None:
         ((x, gate_up, down, offs), {"kind": "silu"}, r"gate_up: expected shape \[4, 24, 16\], got \[4, 48, 16\]"),
         ((x, gate_up, down, offs), {"trans_b": False}, r"gate_up: expected shape \[4, 16, 32\], got \[4, 48, 16\]"),
         ((x, gate_up, down[:, 1:], offs), {}, r"down: expected shape \[4, 16, 24\], got \[4, 15, 24\]"),
-        ((x.double(), gate_up, down, offs), {}, r"gate_up: expected float64 \(the dtype of x\), got float32"),
+        ((x.double(), gate_up, down, offs), {}, "x: expected bfloat16, float16 or float32, got float64"),
+        ((x, gate_up.half(), down, offs), {}, r"gate_up: expected float32 \(the dtype of x\), got float16"),
+        ((x, gate_up, down, None), {}, "offs: expected a tensor, got NoneType"),
+        ((x, gate_up, down, offs.to("meta")), {}, "offs: expected a tensor on cpu .*, got one on meta"),
+        ((x, gate_up, down, offs, weights.to("meta")), {}, "weights: expected a tensor on cpu .*, got one on meta"),
         ((x, gate_up, down.half(), offs), {}, r"down: expected float32 \(the dtype of x\), got float16"),
         ((x, gate_up.to("meta"), down, offs), {}, r"gate_up: expected a tensor on cpu .*, got one on meta"),
         ((x, gate_up, down, offs[1:]), {}, r"offs: expected shape \[4\] \(the experts of gate_up\), got \[3\]"),
@@ -482,6 +510,19 @@ def test_when_experts_are_one_call() -> None:
             called.clear() if change is not margin else None
             assert not runs(experts, offs=call.offs) and len(called) == 1
             called.clear()
+    everywhere = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module).__name__))
+    assert not runs(experts_of(call), offs=call.offs)
+    everywhere.remove()
+    assert sorted(called) == ["GroupedExperts", "GroupedLinear", "GroupedLinear"]
+    experts = experts_of(call)
+    experts.down = GroupedLinear(len(SIZES), FFN, H + 4)
+    assert not runs(experts, offs=call.offs)
+
+
+def test_sizes_on_the_device_are_integers() -> None:
+    experts = GroupedExperts(2, H, FFN, device="meta")
+    with pytest.raises(RuntimeError, match="m_splits: expected integers, got float32"):
+        experts(torch.empty(5, H, device="meta"), torch.empty(2, device="meta"))
 
 
 # On a GPU, in CUTLASS's kernels.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -446,38 +446,67 @@ def test_auto_never_copies_to_the_host(no_sync: Callable[[], None]) -> None:
             assert gmm.last_backend().startswith("triton: grouped_gemm_")
 
 
-@pytest.mark.parametrize("what", ("accumulate", "accumulate list", "swiglu backward"))
-def test_what_is_read_may_begin_a_mapping(what: str) -> None:
-    """Nothing is mapped before D or h, and groups end within their boxes. A load of h through a map whose base lay
-    before it was an illegal address."""
-    require("cutlass")
-    offs, total, n, k = torch.tensor([130, 130, 450], device=CUDA, dtype=torch.int32), 500, 392, 464
-    x, w, h, dh = (
-        torch.randn(s, device=CUDA).to(BF16) for s in ((total, k), (3, k, n), (total, 2 * n), (total, 2 * n))
-    )
+@pytest.fixture
+def lonely_blocks() -> list[Tensor]:
+    """64 MiB each, of the device's memory: with nothing mapped before them."""
     blocks = sorted((torch.empty(64 << 20, device=CUDA, dtype=torch.uint8) for _ in range(7)), key=Tensor.data_ptr)
-    blocks = blocks[1::2]  # mappings of their own, which lay side by side
+    blocks = blocks[1::2]  # which lay side by side
     torch.cuda.empty_cache()
     ends = {s["address"] + s["total_size"] for s in torch.cuda.memory_snapshot()}
     alone = [b for b in blocks if b.data_ptr() not in ends]
     if not alone:
         pytest.skip("something is mapped before every block")
-    for block in alone:
-        at_start = block[: h.nbytes].view(BF16)
-        if what == "swiglu backward":
-            read = at_start.view(h.shape).copy_(h)
-            want = torch.empty_like(dh)
-            for source, to in ((h, want), (read, dh)):
-                assert not torch.ops.gmm.swiglu_backward_cutlass(x, w, source, offs, None, to, None)
-            assert torch.equal(dh, want)
-            continue
-        read = at_start[: total * n].view(total, n).fill_(1)
-        if what == "accumulate":
-            gmm.grouped_mm(x, w, offs, out=read, accumulate=True, backend="cutlass")
+    return alone
+
+
+TOTAL, N, K = 500, 400, 464  # no tile is full
+
+
+@pytest.fixture
+def product() -> tuple[Tensor, Tensor, Tensor]:
+    require("cutlass")
+    offs = torch.tensor([130, 130, 450], device=CUDA, dtype=torch.int32)
+    x, w = (torch.randn(s, device=CUDA).to(BF16) for s in ((TOTAL, K), (3, K, N)))
+    return x, w, offs
+
+
+@pytest.mark.parametrize("form", ("ragged", "list"))
+def test_d_may_begin_a_mapping(
+    form: str, product: tuple[Tensor, Tensor, Tensor], lonely_blocks: Sequence[Tensor]
+) -> None:
+    """With 16-bit accumulation, which reads it."""
+    x, w, offs = product
+    want = gmm.grouped_mm(x, w, offs, out_dtype=FP32) + 1
+    for block in lonely_blocks:
+        d = block.view(BF16)[: TOTAL * N].view(TOTAL, N).fill_(1)
+        if form == "ragged":
+            gmm.grouped_mm(x, w, offs, out=d, accumulate=True, backend="cutlass")
         else:
-            sizes = (130, 320)
-            gmm.multi_tensor_gemm(x[:450].split(sizes), [w[0], w[2]], read[:450].split(sizes), accumulate=True)
+            gmm.multi_tensor_gemm(x[:450].split([130, 320]), [w[0], w[2]], d[:450].split([130, 320]), accumulate=True)
         assert "descriptor_array" in gmm.last_backend()
-        want = gmm.grouped_mm(x, w, offs, out_dtype=FP32) + 1
-        torch.testing.assert_close(read.float(), want, rtol=2**-7, atol=2**-5)
-    torch.cuda.synchronize()
+        torch.testing.assert_close(d.float(), want, rtol=2**-7, atol=2**-5)
+
+
+@pytest.mark.parametrize("which", (0, 1))
+@pytest.mark.parametrize("epilogue", ("swiglu", "swiglu_backward"))
+def test_h_may_begin_a_mapping(
+    epilogue: str, which: int, product: tuple[Tensor, Tensor, Tensor], lonely_blocks: Sequence[Tensor]
+) -> None:
+    """And what the epilogue makes of it. A load of h through a map whose base lay before it was an illegal address."""
+    x, w, offs = product
+
+    def run(h: Tensor, d: Tensor) -> None:
+        if epilogue == "swiglu":
+            assert not torch.ops.gmm.swiglu_cutlass(x, w, offs, None, h, d)
+        else:
+            assert not torch.ops.gmm.swiglu_backward_cutlass(x, w, h, offs, None, d, None)
+
+    sizes = ((TOTAL, N), (TOTAL, N // 2)) if epilogue == "swiglu" else ((TOTAL, 2 * N), (TOTAL, 2 * N))
+    plain = [torch.randn(s, device=CUDA).to(BF16) for s in sizes]
+    want = [t.clone() for t in plain]
+    run(*want)
+    for block in lonely_blocks:
+        tensors = [t.clone() for t in plain]
+        tensors[which] = block.view(BF16)[: plain[which].numel()].view(sizes[which]).copy_(plain[which])
+        run(*tensors)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, want, strict=True))

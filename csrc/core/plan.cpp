@@ -74,6 +74,9 @@ void check_epilogue(const gmm_args &args) {
   if (args.epilogue == GMM_EPILOGUE_NONE) return;
   GMM_CHECK(!args.bias && !args.accumulate, "epilogue: expected neither bias nor accumulate");
   GMM_CHECK(args.d_dtype == args.ab_dtype, "epilogue: expected a d of the dtype of a and b, got fp32");
+  for (const void *pointer : {static_cast<const void *>(args.row_weights), static_cast<const void *>(args.row_sums)})
+    GMM_CHECK(reinterpret_cast<uintptr_t>(pointer) % 4 == 0, "row_weights, row_sums: expected 4-byte alignment, got %p",
+              pointer);
   const bool forward = args.epilogue == GMM_EPILOGUE_SWIGLU;
   const int64_t rows = args.a[0].rows, columns = forward ? args.b[0].cols : twice(args.b[0].cols);
   GMM_CHECK(columns % 2 == 0, "b[0]: expected an even number of columns, got %lld", (long long)columns);

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "gmm/gmm.h"
 #include "torch/call.h"
@@ -22,19 +24,33 @@ namespace {
 using torch::stable::detail::from;
 using torch::stable::detail::to;
 
-// One that the kernel reads or writes as a contiguous matrix (a row when rows is 1).
-void check_contiguous(const char *name, const TensorView &t, const TensorView &a, int32_t dtype, int64_t rows,
-                      int64_t columns) {
+// What the kernel reads or writes with the strides of a contiguous tensor, of one or two dimensions.
+void check_contiguous(const char *name, const TensorView &t, const TensorView &a, int32_t dtype, const int64_t *sizes,
+                      int64_t dim) {
   check_device(name, t, a);
   if (t.dtype != dtype) fail("%s: expected %s, got %s", name, dtype_name(dtype).c_str(), dtype_name(t.dtype).c_str());
-  const int64_t sizes[] = {rows, columns};
-  const int64_t *expected = t.dim == 1 && rows == 1 ? sizes + 1 : sizes, dim = t.dim == 1 && rows == 1 ? 1 : 2;
-  if (t.dim != dim || !std::equal(expected, expected + dim, t.sizes))
-    fail("%s: expected shape %s, got %s", name, shape_text(expected, dim).c_str(), shape_text(t.sizes, t.dim).c_str());
+  if (t.dim != dim || !std::equal(sizes, sizes + dim, t.sizes))
+    fail("%s: expected shape %s, got %s", name, shape_text(sizes, dim).c_str(), shape_text(t.sizes, t.dim).c_str());
   if (t.empty()) return;
-  if ((columns > 1 && t.strides[dim - 1] != 1) || (dim == 2 && rows > 1 && t.strides[0] != columns))
+  if ((sizes[dim - 1] > 1 && t.strides[dim - 1] != 1) || (dim == 2 && sizes[0] > 1 && t.strides[0] != sizes[1]))
     fail("%s: expected a contiguous tensor, got strides %s", name, shape_text(t.strides, t.dim).c_str());
 }
+
+void check_matrix(const char *name, const TensorView &t, const TensorView &a, int32_t dtype, int64_t rows,
+                  int64_t columns) {
+  const int64_t sizes[] = {rows, columns};
+  check_contiguous(name, t, a, dtype, sizes, 2);
+}
+
+// An output, which has passed check_matrix(), against everything else.
+void check_own(const char *name, const TensorView &t,
+               std::initializer_list<std::pair<const char *, const TensorView *>> others) {
+  if (t.empty()) return;
+  for (const auto &[other, view] : others)
+    if (view && begins_at(*view, t.mutable_data())) fail("%s: expected memory of its own, got that of %s", name, other);
+}
+
+const TensorView *view_of(const TensorArgument &argument) { return argument.present() ? &*argument : nullptr; }
 
 gmm_matrix contiguous_matrix(const TensorView &t, const void *data) {
   return {const_cast<void *>(data), t.sizes[0], t.sizes[1], std::max<int64_t>(t.sizes[1], 1), 0};
@@ -50,8 +66,10 @@ std::string run(gmm_epilogue epilogue, const TensorView &a, const TensorView &b,
                 const TensorArgument &weights, const gmm_matrix &h, float *sums, const TensorView &d,
                 const Options &options) {
   const int64_t columns = b.sizes[2];
-  check_contiguous("d", d, a, a.dtype, a.sizes[0], epilogue == GMM_EPILOGUE_SWIGLU ? columns / 2 : columns * 2);
-  if (weights.present()) check_contiguous("weights", *weights, a, aoti_torch_dtype_float32(), 1, a.sizes[0]);
+  const char *name = epilogue == GMM_EPILOGUE_SWIGLU ? "y" : "dh";
+  check_matrix(name, d, a, a.dtype, a.sizes[0], epilogue == GMM_EPILOGUE_SWIGLU ? columns / 2 : columns * 2);
+  if (weights.present()) check_contiguous("weights", *weights, a, aoti_torch_dtype_float32(), a.sizes, 1);
+  check_own(name, d, {{"the first operand", &a}, {"b", &b}, {"weights", view_of(weights)}});
   if (a.empty() || b.empty()) return "it has no product to compute";
 
   GroupedCall call{Mode::kRaggedM, offs->sizes[0], operand(a, a.data()), operand(b, b.data()),
@@ -92,7 +110,8 @@ void swiglu_cutlass(StableIValue *stack, uint64_t, uint64_t) {
   check_product(*a, *b, offs, options);
   gmm_matrix kept{};
   if (h.present()) {
-    check_contiguous("h", *h, *a, a->dtype, a->sizes[0], b->sizes[2]);
+    check_matrix("h", *h, *a, a->dtype, a->sizes[0], b->sizes[2]);
+    check_own("h", *h, {{"a", &*a}, {"b", &*b}, {"weights", view_of(weights)}, {"y", &*y}});
     kept = contiguous_matrix(*h, h->mutable_data());
   }
   stack[0] = from(run(GMM_EPILOGUE_SWIGLU, *a, *b, offs, weights, kept, nullptr, *y, options));
@@ -107,12 +126,14 @@ void swiglu_backward_cutlass(StableIValue *stack, uint64_t, uint64_t) {
   options.sm_margin = to<int64_t>(stack[7]);
   check_product(*dy, *b, offs, options);
   const int64_t rows = dy->sizes[0], columns = b->sizes[2];
-  check_contiguous("h", *h, *dy, dy->dtype, rows, 2 * columns);
+  check_matrix("h", *h, *dy, dy->dtype, rows, 2 * columns);
   float *to_sums = nullptr;
   if (sums.present()) {
-    check_contiguous("parts", *sums, *dy, aoti_torch_dtype_float32(), (columns + 127) / 128 * 4, rows);
+    check_matrix("parts", *sums, *dy, aoti_torch_dtype_float32(), (columns + 127) / 128 * 4, rows);
+    check_own("parts", *sums, {{"dy", &*dy}, {"b", &*b}, {"h", &*h}, {"weights", view_of(weights)}, {"dh", &*dh}});
     to_sums = static_cast<float *>(sums->mutable_data());
   }
+  check_own("dh", *dh, {{"h", &*h}});
   const gmm_matrix kept = contiguous_matrix(*h, h->data());
   stack[0] = from(run(GMM_EPILOGUE_SWIGLU_BACKWARD, *dy, *b, offs, weights, kept, to_sums, *dh, options));
 }

@@ -258,6 +258,9 @@ static void test_epilogues(void) {
   with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 384);
   call.args.h.data = address(2);
   CHECK(plan(&call, &kH200, &result) == GMM_ERROR_UNSUPPORTED && strstr(gmm_last_error(), "h: "));
+  with_epilogue(&call, GMM_EPILOGUE_SWIGLU, 768, 384);
+  call.args.row_weights = address(2);
+  INVALID(&call, "row_weights", "4-byte");
   with_epilogue(&call, (gmm_epilogue)3, 768, 384);
   INVALID(&call, "epilogue", "3");
   forward(&call);

@@ -13,7 +13,7 @@
  * For every function here:
  *   - Errors are status codes; the text of the last one of this thread is gmm_last_error(). No C++ exception leaves.
  *   - Every function may be called from several threads at once.
- *   - Nothing is written to any D before all checks have passed.
+ *   - Nothing is written to any output before all checks have passed.
  */
 #ifndef GMM_GMM_H_
 #define GMM_GMM_H_
@@ -66,9 +66,11 @@ typedef enum gmm_form GMM_INT32 {
   GMM_RAGGED_K = 2  /* a: M x T, its columns are cut;  b: T x N, its rows are cut;  d: M x N, batch (stride_d) */
 } gmm_form;
 
-/* What a call of GMM_RAGGED_M does with its product P = A @ B, rounded to d_dtype, beside or instead of storing it;
- * with I = h.cols / 2, w = row_weights (1 where that is NULL), and P, h and d cut into halves of I columns, gate and
- * up. Not with bias or accumulate; d_dtype is ab_dtype. */
+/* What a call of GMM_RAGGED_M makes of its product P = A @ B, rounded to d_dtype, in the same kernel; with I =
+ * h.cols / 2, w = row_weights (1 where that is NULL), and P, h and d cut into halves of I columns, gate and up. Not
+ * with bias or accumulate; d_dtype is ab_dtype. What is written lies apart from all else, and is zero at and after the
+ * last end. On sm90 alone; elsewhere, and with up to 96 rows a group, GMM_ERROR_UNSUPPORTED: product and activation are
+ * then better off in kernels of their own, which the caller has. */
 typedef enum gmm_epilogue GMM_INT32 {
   GMM_EPILOGUE_NONE = 0,
   GMM_EPILOGUE_SWIGLU = 1, /* P: T x 2I. d (T x I) = w * silu(gate(P)) * up(P), and h = P unless h.data is NULL */
@@ -129,7 +131,7 @@ typedef struct gmm_args {
   int64_t stride_d;    /* GMM_RAGGED_K: the same of d */
   int64_t stride_bias; /* GMM_RAGGED_M: the same of bias, whose array then has one pointer */
   gmm_epilogue epilogue;
-  gmm_matrix h;             /* with an epilogue: T x 2I, row-major, of d_dtype */
+  gmm_matrix h; /* with an epilogue: T x 2I, row-major, of d_dtype; written by SWIGLU, read by SWIGLU_BACKWARD */
   const float *row_weights; /* with an epilogue: [T] in device memory, or NULL */
   float *row_sums;          /* GMM_EPILOGUE_SWIGLU_BACKWARD: see there; or NULL */
 } gmm_args;

@@ -114,15 +114,15 @@ def _check(h: Tensor, up: Tensor | None, weights: Tensor | None, offs: Tensor | 
 
 
 def check_weights(weights: Tensor | None, x: Tensor, name: str) -> None:
-    """Whether they are factors of the rows of x, which is called that."""
+    """Whether they are factors of the rows of x, which is called so. Dynamo cannot trace check() on symbolic sizes."""
     if weights is None:
         return
-    shape, dtype, rows = list(weights.shape), weights.dtype, x.shape[0]
-    fits = len(shape) == 1 and shape[0] == rows
-    check(fits, "weights: expected shape [{}] (the rows of {}), got {}", rows, name, shape)
-    check(dtype in DTYPES, "weights: expected bfloat16, float16 or float32, got {}", dtype_name(dtype))
-    expected = "weights: expected a tensor on {} (where {} is), got one on {}"
-    check(weights.device == x.device, expected, x.device, name, weights.device)
+    if weights.dim() != 1 or weights.shape[0] != x.shape[0]:
+        raise RuntimeError(f"weights: expected shape [{x.shape[0]}] (the rows of {name}), got {list(weights.shape)}")
+    if weights.dtype not in DTYPES:
+        raise RuntimeError(f"weights: expected bfloat16, float16 or float32, got {dtype_name(weights.dtype)}")
+    if weights.device != x.device:
+        raise RuntimeError(f"weights: expected a tensor on {x.device} (where {name} is), got one on {weights.device}")
 
 
 # In plain torch.

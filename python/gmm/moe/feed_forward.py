@@ -76,7 +76,7 @@ def feed_forward(
     """
     check_options(kind, False, interleaved, limit)
     check_no_tangents("feed_forward", x, gate_up, down, weights)
-    _check_operands(x, gate_up, down, offs, KINDS[kind].gated, trans_b)
+    check_operands(x, gate_up, down, offs, weights, KINDS[kind].gated, trans_b)
     if (kind, interleaved, limit) == _SWIGLU and not within_torch_func():
         return swiglu_feed_forward(x, gate_up, down, offs, weights, trans_b, sm_margin)
     h = grouped_mm(x, gate_up, offs, trans_b=trans_b, sm_margin=sm_margin)
@@ -103,16 +103,22 @@ def swiglu_feed_forward(
     with without_autocast(x.device):
         leaves = [t for t in (x, gate_up, down, weights) if t is not None]
         if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
-            return GatedFeedForward.apply(x, gate_up, down, offs, weights, trans_b, options, owners, overwrite)
+            return GatedFeedForward.apply(x, gate_up, down, offs, weights, trans_b, options, owners, overwrite)[0]
         _, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, False, **options)
         return grouped_mm(y, down, offs, trans_b=trans_b, **options)
 
 
-def _check_operands(x: Tensor, gate_up: Tensor, down: Tensor, offs: Tensor, gated: bool, trans_b: bool) -> None:
+def check_operands(
+    x: Tensor, gate_up: Tensor, down: Tensor, offs: Tensor, weights: Tensor | None, gated: bool, trans_b: bool
+) -> None:
     """What the products could not say in these names. Dynamo cannot trace check() on symbolic sizes."""
     for name, t, dims in (("x", x, 2), ("gate_up", gate_up, 3), ("down", down, 3)):
         if t.dim() != dims:
             raise RuntimeError(f"{name}: expected {dims} dimensions, got {t.dim()}")
+    if x.dtype not in DTYPES:
+        raise RuntimeError(f"x: expected bfloat16, float16 or float32, got {dtype_name(x.dtype)}")
+    if not isinstance(offs, Tensor):
+        raise RuntimeError(f"offs: expected a tensor, got {type(offs).__name__}")
     experts, hidden, ffn = gate_up.shape[0], x.shape[1], down.shape[2 if trans_b else 1]
     for name, w, n, k in (("gate_up", gate_up, ffn * (1 + gated), hidden), ("down", down, hidden, ffn)):
         expected = [experts, n, k] if trans_b else [experts, k, n]
@@ -120,10 +126,12 @@ def _check_operands(x: Tensor, gate_up: Tensor, down: Tensor, offs: Tensor, gate
             raise RuntimeError(f"{name}: expected shape {expected}, got {list(w.shape)}")
         if w.dtype is not x.dtype and not autocast_is_on(x.device):
             raise RuntimeError(f"{name}: expected {dtype_name(x.dtype)} (the dtype of x), got {dtype_name(w.dtype)}")
-        if w.device != x.device:
-            raise RuntimeError(f"{name}: expected a tensor on {x.device} (where x is), got one on {w.device}")
+    for name, t in (("gate_up", gate_up), ("down", down), ("offs", offs)):
+        if t.device != x.device:
+            raise RuntimeError(f"{name}: expected a tensor on {x.device} (where x is), got one on {t.device}")
     if list(offs.shape) != [experts]:
         raise RuntimeError(f"offs: expected shape [{experts}] (the experts of gate_up), got {list(offs.shape)}")
+    check_weights(weights, x, "x")
 
 
 class GatedFeedForward(torch.autograd.Function):
@@ -141,47 +149,64 @@ class GatedFeedForward(torch.autograd.Function):
         options: dict[str, Any],
         owners: tuple[Owner | None, Owner | None],
         overwrite: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        """The result, and h: as an output it is differentiable in backward with create_graph. It is empty where only
+        down needs a gradient."""
         needs_x, needs_gate_up, needs_down, _, needs_weights = ctx.needs_input_grad[:5]
-        ctx.needs_h = needs_x or needs_gate_up or needs_weights
-        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, ctx.needs_h, **options)
-        ctx.save_for_backward(x, gate_up, down, offs, weights, h, y if needs_down else None)
+        ctx.needs_h = needs_h = needs_x or needs_gate_up or needs_weights
+        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, needs_h, **options)
+        needed = (
+            (x, needs_gate_up),
+            (gate_up, needs_x),
+            (down, needs_h),
+            (weights, needs_h),
+            (h, needs_h),
+            (y, needs_down),
+        )
+        ctx.save_for_backward(*(t if needs else None for t, needs in needed), offs)
+        ctx.column_major = is_column_major(gate_up), is_column_major(down)
         ctx.trans_b, ctx.owners, ctx.overwrite = trans_b, owners, overwrite
         ctx.options = {**options, "backend": without_kernel(options["backend"])}
-        return grouped_mm(y, down, offs, trans_b=trans_b, **options)
+        ctx.set_materialize_grads(False)
+        return grouped_mm(y, down, offs, trans_b=trans_b, **options), h
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_up, down, offs, weights, h, y = ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
+        """dh comes from a graph of gradients alone."""
+        x, gate_up, down, weights, h, y, offs = ctx.saved_tensors
         needs_x, needs_gate_up, needs_down, _, needs_weights = ctx.needs_input_grad[:5]
         swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = _swiglu_backward
         dx = dgate_up = ddown = dweights = None
-        with without_autocast(dy.device):  # backward may have been called within a region of it
-            if torch.is_grad_enabled():  # create_graph: through what is differentiable, from the operands on
+        with without_autocast(offs.device):  # backward may have been called within a region of it
+            if torch.is_grad_enabled():  # create_graph: through what is differentiable
                 if ctx.owners != (None, None):
                     raise_for_create_graph()
-                h, y = _swiglu_composed(x, gate_up.mT if ctx.trans_b else gate_up, offs, weights, **ctx.options)
+                if ctx.needs_h and needs_down:
+                    y = activation(h, None, weights, offs, *_SWIGLU)
                 swiglu_backward = partial(_swiglu_backward_composed, activation_backward=activation_backward_in_torch)
-            dy = dy.contiguous()  # that of a sum is expanded: no kernel reads it at speed
-            if needs_down:
-                ddown = _weight_grad(ctx, 1, dy, y, down, offs)
-            if ctx.needs_h:
-                w = down if ctx.trans_b else down.mT
-                dh, dweights = swiglu_backward(dy, w, h, offs, weights, **ctx.options)
+            if dy is not None:
+                dy = dy.contiguous()  # that of a sum is expanded: no kernel reads it at speed
+                if needs_down:
+                    ddown = _weight_grad(ctx, 1, dy, y, offs)
+                if ctx.needs_h:
+                    w = down if ctx.trans_b else down.mT
+                    through_y, dweights = swiglu_backward(dy, w, h, offs, weights, **ctx.options)
+                    dh = through_y if dh is None else dh + through_y
+            if dh is not None:
                 if needs_gate_up:
-                    dgate_up = _weight_grad(ctx, 0, dh, x, gate_up, offs)
+                    dgate_up = _weight_grad(ctx, 0, dh, x, offs)
                 if needs_x:
                     dx = grouped_mm(dh, gate_up, offs, trans_b=not ctx.trans_b, **ctx.options)
         return dx, dgate_up, ddown, None, dweights if needs_weights else None, None, None, None, None
 
 
-def _weight_grad(ctx: Any, index: int, dy: Tensor, x: Tensor, weight: Tensor, offs: Tensor) -> Tensor | None:
+def _weight_grad(ctx: Any, index: int, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor | None:
     """In the layout of the weight; None where its owner, ctx.owners[index], has taken it."""
     if ctx.owners[index] is not None:
         (grad,) = ctx.owners[index].take_weight_grad(WeightGrad(dy, x, offs, ctx.overwrite))
         return grad
     a, b = (dy, x) if ctx.trans_b else (x, dy)
-    if is_column_major(weight):
+    if ctx.column_major[index]:
         return grouped_mm(b.mT, a, offs, **ctx.options).mT
     return grouped_mm(a.mT, b, offs, **ctx.options)
 

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from gmm.check import check_no_tangents
 from gmm.moe import KINDS, gated_activation
 from gmm.moe.activation import check_options
-from gmm.moe.feed_forward import swiglu_feed_forward
+from gmm.moe.feed_forward import check_operands, swiglu_feed_forward
 from gmm.nn.linear import GroupedLinear
 from gmm.ragged.autograd import within_torch_func
 
@@ -103,13 +104,16 @@ class GroupedExperts(nn.Module):
         """
         shape, x = x.shape, x.flatten(0, -2) if x.dim() > 2 else x
         if isinstance(m_splits, Tensor) and m_splits.device.type != "cpu" and offs is None:
-            offs, m_splits = m_splits.cumsum(0, dtype=torch.int32), None  # once for all projections
+            ends = self._projections()[0]._groups(x, m_splits, None)  # once for all projections
+            assert isinstance(ends, Tensor)
+            offs, m_splits = ends, None
         if (offs is not None or isinstance(m_splits, Tensor)) and self._is_one_call():
             rows, ends = self.gate_up._rows_and_groups(x, m_splits, offs)
             if isinstance(ends, Tensor):
                 owned = self.gate_up._owns_weight_grads or self.down._owns_weight_grads
                 one_call = self._one_call_with_owners if owned else self._one_call
-                return one_call(rows, ends, weights, bool(is_first_microbatch)).view(shape)
+                y = one_call(rows, ends, weights, bool(is_first_microbatch))
+                return y.view(*shape[:-1], y.shape[-1])
         groups: dict[str, Any] = {"m_splits": m_splits, "offs": offs, "is_first_microbatch": is_first_microbatch}
         up = None
         if not KINDS[self.activation].gated:
@@ -126,7 +130,7 @@ class GroupedExperts(nn.Module):
             weights=None if self._scales_output else weights,
             offs=offs,
         )
-        y: Tensor = self.down(h, **groups)
+        y = self.down(h, **groups)
         if self._scales_output and weights is not None:
             y = gated_activation(y, "identity", weights=weights, offs=offs)
         return y.view(*shape[:-1], y.shape[-1])
@@ -135,13 +139,19 @@ class GroupedExperts(nn.Module):
         """Whether gmm.moe.feed_forward() has ops of its own for this, and calling the projections would do no more."""
         if self.activation != "swiglu" or self.limit is not None or self.interleaved or not hasattr(self, "gate_up"):
             return False
-        if within_torch_func() or not (_is_one_product(self.gate_up) and _is_one_product(self.down)):
+        if (
+            within_torch_func()
+            or _has_any_global_hook()
+            or not (_is_one_product(self.gate_up) and _is_one_product(self.down))
+        ):
             return False
-        return self.gate_up.sm_margin == self.down.sm_margin
+        gate_up, down = self.gate_up, self.down
+        return gate_up.sm_margin == down.sm_margin and gate_up.in_features == down.out_features
 
     def _one_call(self, rows: Tensor, offs: Tensor, weights: Tensor | None, overwrite: bool) -> Tensor:
         gate_up, down = (linear._stacked("weight") for linear in (self.gate_up, self.down))
         check_no_tangents("GroupedExperts", rows, gate_up, down, weights)
+        check_operands(rows, gate_up, down, offs, weights, True, True)
         owners = self.gate_up._owner(rows), self.down._owner(rows)
         return swiglu_feed_forward(rows, gate_up, down, offs, weights, True, self.gate_up.sm_margin, owners, overwrite)
 

@@ -79,11 +79,11 @@ CUTLASS_DEVICE float weight_of(const Params &params, const Tile &tile, int token
 // A box of the tile's rows from `token` on. Stores see Encoder::store_rows(): rows after its last fall outside.
 struct RowBoxes {
   const Tile &tile;
-  int total;  // rows of the map
+  int total, columns;  // of the map
 
-  CUTLASS_DEVICE int row(int token) const { return total - (tile.q_end - tile.q) + token; }
   CUTLASS_DEVICE void store(const CUtensorMap &map, const void *box, int column, int token) const {
-    SM90_TMA_STORE_3D::copy(&map, box, column, row(token), tile.q_end);
+    const int rows = tile.q_end - tile.q;
+    if (column < columns && token < rows) SM90_TMA_STORE_3D::copy(&map, box, column, total - rows + token, tile.q_end);
   }
   // Rows after its last, of the next group, are read as well.
   CUTLASS_DEVICE void load(const CUtensorMap &map, TmaBarrier &full, void *box, int column, int token) const {
@@ -100,7 +100,7 @@ CUTLASS_DEVICE void store_swiglu(const Params &params, SharedStorage<C> &shared,
   static_assert(C::kMmas == 2 && C::Chunks == 3 && C::TileQ <= 192 && C::DChunk::kRows == 64);
   const bool leader = threadIdx.x % 128 == 0, keeps = params.swiglu.keeps_h;
   const int lane = threadIdx.x % 32;
-  const RowBoxes boxes{tile, params.ragged.total};
+  const RowBoxes boxes{tile, params.ragged.total, params.ragged.n / 2};
   const Rounded<Out, Q> product(acc);
   float weights[2];  // of the chunk's tokens `lane` and 32 + `lane`
   CUTE_NO_UNROLL
@@ -177,7 +177,7 @@ CUTLASS_DEVICE void store_swiglu_backward(const Params &params, SharedStorage<C>
   static_assert(C::kMmas == 2 && kTokens == 32 && sizeof(shared.d[0]) == 2 * kBox * sizeof(Out));
   const bool leader = threadIdx.x % 128 == 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const RowBoxes boxes{tile, params.ragged.total};
+  const RowBoxes boxes{tile, params.ragged.total, params.ragged.n};
   const auto load = [&](int step) {
     TmaBarrier &full = shared.d_full[step % C::Chunks];
     Out *chunk = shared.d[step % C::Chunks];
@@ -257,7 +257,7 @@ CUTLASS_DEVICE void store_zeros_swiglu(const Params &params, SharedStorage<C> &s
   for (int i = threadIdx.x % 128; i < int(sizeof(shared.d[0]) / 16); i += 128) zeros[i] = uint128_t{};
   tma_store_fence();
   NamedBarrier::sync(128, kEpilogue + warpgroup);
-  const RowBoxes boxes{tile, params.ragged.total};
+  const RowBoxes boxes{tile, params.ragged.total, kForward ? params.ragged.n / 2 : params.ragged.n};
   const int rows = tile.q_end - tile.q;
   if (!kForward && params.swiglu.sums) {
     float *sums = params.swiglu.sums + int64_t(tile.p / C::TileP) * 4 * params.ragged.total + tile.q;
