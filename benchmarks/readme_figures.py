@@ -102,15 +102,13 @@ def layers() -> str:
     lines = [
         f"Permute, gate and up, SwiGLU, down, unpermute, forward and backward, bf16; milliseconds, and GiB at the peak "
         f"({results['gpu']}, torch {results['torch']}, {results['date']}). Permute and unpermute run at "
-        f"{of_copy(results['rows'])} % of a copy's bandwidth. Behind them `gmm.nn.GroupedExperts` alone, on sorted "
-        "tokens, and the same functions on `torch._grouped_mm`.",
+        f"{of_copy(results['rows'])} % of a copy's bandwidth.",
         "",
-        f"| layer | {' | '.join(names.values())} | experts, gmm | experts, `torch._grouped_mm` |",
-        "|---" * (3 + len(names)) + "|",
+        f"| layer | {' | '.join(names.values())} |",
+        "|---" * (1 + len(names)) + "|",
     ]
     for row in results["rows"]:
         cells = [f"{row['layer_ms'][m]:.2f} ({row['peak_gib'][m]:.2f})" for m in names]
-        cells += [f"{row['experts_ms'][m]:.2f}" for m in ("gmm", "torch products")]
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     if hf := results["hugging_face"]:
         cells = [f'`"{m}"` {hf["ms"][m]:.2f} ms, {hf["peak_gib"][m]:.2f} GiB' for m in hf["ms"]]

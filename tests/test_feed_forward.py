@@ -223,6 +223,21 @@ def test_what_is_saved(needs: tuple[int, ...], kept: tuple[int, ...]) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+def test_peak_memory() -> None:
+    """h and y are let go of before the gradients of x and gate_up are made, as by the functions one after the other."""
+    call = Call(CPU, BF16, sizes=(64,) * 8, hidden=256, ffn=96)
+    call.leaves = [t.detach().nan_to_num(1.0).requires_grad_() for t in call.leaves]
+    call.dy.nan_to_num_(1.0)
+
+    def peak(run: Callable[[], Tensor]) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            torch.autograd.grad(run(), call.leaves, call.dy)
+        events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+        return max(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+
+    assert 0 < peak(call.run) <= peak(call.composed)
+
+
 def test_gradients_in_the_layout_of_the_weights(auto_target: Target) -> None:
     call = Call(auto_target.device)
     want = call.results(call.run)
@@ -664,6 +679,22 @@ def test_fused_in_a_graph(hopper: None) -> None:
             call.leaves[0].normal_()
         graph.replay()
         assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
+
+
+@pytest.mark.gpu
+def test_fused_memory(hopper: None) -> None:
+    """As test_peak_memory, of a layer whose weights and their gradients take most."""
+    call = Call(CUDA, BF16, sizes=(512,) * 8, hidden=1024, ffn=768)
+    call.leaves = [t.detach().nan_to_num(1.0).requires_grad_() for t in call.leaves]
+    call.dy.nan_to_num_(1.0)
+
+    def peak(run: Callable[[], Tensor]) -> int:
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            torch.autograd.grad(run(), call.leaves, call.dy)
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(call.run) <= peak(call.composed)
 
 
 @pytest.mark.gpu

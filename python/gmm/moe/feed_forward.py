@@ -9,6 +9,7 @@ one after the other.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -101,10 +102,15 @@ def swiglu_feed_forward(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, gate_up, down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, gate_up, down))
     with without_autocast(x.device):
-        leaves = [t for t in (x, gate_up, down, weights) if t is not None]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in leaves):
-            return GatedFeedForward.apply(x, gate_up, down, offs, weights, trans_b, options, owners, overwrite)[0]
-        _, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, False, **options)
+        grad = torch.is_grad_enabled()
+        needs_h = grad and any(t is not None and t.requires_grad for t in (x, gate_up, weights))
+        factors = None if weights is None else weights.detach()  # whose gradient is made where that of h is
+        if grad and (x.requires_grad or gate_up.requires_grad):
+            h, y = GatedProduct.apply(x, gate_up, offs, factors, trans_b, options, owners[0], overwrite)
+        else:
+            h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, factors, needs_h, **options)
+        if needs_h or (grad and down.requires_grad):
+            return DownProduct.apply(h, y, down, offs, weights, trans_b, options, owners[1], overwrite)
         return grouped_mm(y, down, offs, trans_b=trans_b, **options)
 
 
@@ -134,79 +140,108 @@ def check_operands(
     check_weights(weights, x, "x")
 
 
-class GatedFeedForward(torch.autograd.Function):
-    """swiglu_feed_forward() on operands of one dtype."""
+# Two functions, so that backward can let go of h and y before it makes the gradients of x and gate_up.
+
+
+class GatedProduct(torch.autograd.Function):
+    """h = x @ gate_up, which has the gradients; and y, the activation of it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         gate_up: Tensor,
+        offs: Tensor,
+        weights: Tensor | None,
+        trans_b: bool,
+        options: dict[str, Any],
+        owner: Owner | None,
+        overwrite: bool,
+    ) -> tuple[Tensor, Tensor]:
+        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
+        ctx.mark_non_differentiable(y)
+        needs_x, needs_gate_up = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_gate_up else None, gate_up if needs_x else None, offs)
+        _keep_options(ctx, gate_up, trans_b, options, owner, overwrite)
+        return h, y
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_up, offs = ctx.saved_tensors
+        needs_x, needs_gate_up = ctx.needs_input_grad[:2]
+        dx = dgate_up = None
+        with _backward_region(ctx, offs):
+            if needs_gate_up:
+                dgate_up = _weight_grad(ctx, dh, x, offs)
+            if needs_x:
+                dx = grouped_mm(dh, gate_up, offs, trans_b=not ctx.trans_b, **ctx.options)
+        return dx, dgate_up, *(None,) * 6
+
+
+class DownProduct(torch.autograd.Function):
+    """y @ down, where y is the activation of h."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h: Tensor,
+        y: Tensor,
         down: Tensor,
         offs: Tensor,
         weights: Tensor | None,
         trans_b: bool,
         options: dict[str, Any],
-        owners: tuple[Owner | None, Owner | None],
+        owner: Owner | None,
         overwrite: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The result, and h: as an output it is differentiable in backward with create_graph. It is empty where only
-        down needs a gradient."""
-        needs_x, needs_gate_up, needs_down, _, needs_weights = ctx.needs_input_grad[:5]
-        ctx.needs_h = needs_h = needs_x or needs_gate_up or needs_weights
-        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, needs_h, **options)
-        needed = (
-            (x, needs_gate_up),
-            (gate_up, needs_x),
-            (down, needs_h),
-            (weights, needs_h),
-            (h, needs_h),
-            (y, needs_down),
-        )
-        ctx.save_for_backward(*(t if needs else None for t, needs in needed), offs)
-        ctx.column_major = is_column_major(gate_up), is_column_major(down)
-        ctx.trans_b, ctx.owners, ctx.overwrite = trans_b, owners, overwrite
-        ctx.options = {**options, "backend": without_kernel(options["backend"])}
-        ctx.set_materialize_grads(False)
-        return grouped_mm(y, down, offs, trans_b=trans_b, **options), h
+    ) -> Tensor:
+        needs_h, _, needs_down, _, needs_weights = ctx.needs_input_grad[:5]
+        ctx.needs_h = needs_h = needs_h or needs_weights
+        kept = (t if needs_h else None for t in (h, down, weights))
+        ctx.save_for_backward(*kept, y if needs_down else None, offs)
+        _keep_options(ctx, down, trans_b, options, owner, overwrite)
+        return grouped_mm(y, down, offs, trans_b=trans_b, **options)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        """dh comes from a graph of gradients alone."""
-        x, gate_up, down, weights, h, y, offs = ctx.saved_tensors
-        needs_x, needs_gate_up, needs_down, _, needs_weights = ctx.needs_input_grad[:5]
+    def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
+        h, down, weights, y, offs = ctx.saved_tensors
+        needs_down, _, needs_weights = ctx.needs_input_grad[2:5]
         swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = _swiglu_backward
-        dx = dgate_up = ddown = dweights = None
-        with without_autocast(offs.device):  # backward may have been called within a region of it
+        dh = ddown = dweights = None
+        with _backward_region(ctx, offs):
             if torch.is_grad_enabled():  # create_graph: through what is differentiable
-                if ctx.owners != (None, None):
-                    raise_for_create_graph()
                 if ctx.needs_h and needs_down:
                     y = activation(h, None, weights, offs, *_SWIGLU)
                 swiglu_backward = partial(_swiglu_backward_composed, activation_backward=activation_backward_in_torch)
-            if dy is not None:
-                dy = dy.contiguous()  # that of a sum is expanded: no kernel reads it at speed
-                if needs_down:
-                    ddown = _weight_grad(ctx, 1, dy, y, offs)
-                if ctx.needs_h:
-                    w = down if ctx.trans_b else down.mT
-                    through_y, dweights = swiglu_backward(dy, w, h, offs, weights, **ctx.options)
-                    dh = through_y if dh is None else dh + through_y
-            if dh is not None:
-                if needs_gate_up:
-                    dgate_up = _weight_grad(ctx, 0, dh, x, offs)
-                if needs_x:
-                    dx = grouped_mm(dh, gate_up, offs, trans_b=not ctx.trans_b, **ctx.options)
-        return dx, dgate_up, ddown, None, dweights if needs_weights else None, None, None, None, None
+            d = d.contiguous()  # that of a sum is expanded: no kernel reads it at speed
+            if ctx.needs_h:
+                w = down if ctx.trans_b else down.mT
+                dh, dweights = swiglu_backward(d, w, h, offs, weights, **ctx.options)
+            if needs_down:
+                ddown = _weight_grad(ctx, d, y, offs)
+        return dh, None, ddown, None, dweights if needs_weights else None, *(None,) * 4
 
 
-def _weight_grad(ctx: Any, index: int, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor | None:
-    """In the layout of the weight; None where its owner, ctx.owners[index], has taken it."""
-    if ctx.owners[index] is not None:
-        (grad,) = ctx.owners[index].take_weight_grad(WeightGrad(dy, x, offs, ctx.overwrite))
+def _keep_options(
+    ctx: Any, weight: Tensor, trans_b: bool, options: dict[str, Any], owner: Owner | None, overwrite: bool
+) -> None:
+    ctx.column_major, ctx.trans_b, ctx.owner, ctx.overwrite = is_column_major(weight), trans_b, owner, overwrite
+    ctx.options = {**options, "backend": without_kernel(options["backend"])}
+
+
+def _backward_region(ctx: Any, offs: Tensor) -> AbstractContextManager[Any]:
+    """Without the autocast of the region that backward may have been called in."""
+    if torch.is_grad_enabled() and ctx.owner is not None:
+        raise_for_create_graph()
+    return without_autocast(offs.device)
+
+
+def _weight_grad(ctx: Any, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor | None:
+    """In the layout of the weight; None where its owner has taken it."""
+    if ctx.owner is not None:
+        (grad,) = ctx.owner.take_weight_grad(WeightGrad(dy, x, offs, ctx.overwrite))
         return grad
     a, b = (dy, x) if ctx.trans_b else (x, dy)
-    if ctx.column_major[index]:
+    if ctx.column_major:
         return grouped_mm(b.mT, a, offs, **ctx.options).mT
     return grouped_mm(a.mT, b, offs, **ctx.options)
 

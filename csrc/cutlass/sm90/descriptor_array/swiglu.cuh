@@ -76,14 +76,14 @@ CUTLASS_DEVICE float weight_of(const Params &params, const Tile &tile, int token
   return weights && tile.q + token < tile.q_end ? __ldg(weights + tile.q + token) : 1.f;
 }
 
-// A box of the tile's rows from `token` on. Stores see Encoder::store_rows(): rows after its last fall outside.
+// A box of the tile's rows from `token` on. Stores see Encoder::store_rows(): rows after its last fall outside. No box
+// may do so altogether: a cluster's second tile that is empty has nothing to store.
 struct RowBoxes {
   const Tile &tile;
-  int total, columns;  // of the map
+  int total;  // rows of the map
 
   CUTLASS_DEVICE void store(const CUtensorMap &map, const void *box, int column, int token) const {
-    const int rows = tile.q_end - tile.q;
-    if (column < columns && token < rows) SM90_TMA_STORE_3D::copy(&map, box, column, total - rows + token, tile.q_end);
+    SM90_TMA_STORE_3D::copy(&map, box, column, total - (tile.q_end - tile.q) + token, tile.q_end);
   }
   // Rows after its last, of the next group, are read as well.
   CUTLASS_DEVICE void load(const CUtensorMap &map, TmaBarrier &full, void *box, int column, int token) const {
@@ -98,9 +98,10 @@ CUTLASS_DEVICE void store_swiglu(const Params &params, SharedStorage<C> &shared,
                                  const float (&acc)[C::kMmas][Q / 2]) {
   using Out = typename C::Out;
   static_assert(C::kMmas == 2 && C::Chunks == 3 && C::TileQ <= 192 && C::DChunk::kRows == 64);
+  if (tile.q == tile.q_end) return;
   const bool leader = threadIdx.x % 128 == 0, keeps = params.swiglu.keeps_h;
   const int lane = threadIdx.x % 32;
-  const RowBoxes boxes{tile, params.ragged.total, params.ragged.n / 2};
+  const RowBoxes boxes{tile, params.ragged.total};
   const Rounded<Out, Q> product(acc);
   float weights[2];  // of the chunk's tokens `lane` and 32 + `lane`
   CUTE_NO_UNROLL
@@ -175,9 +176,10 @@ CUTLASS_DEVICE void store_swiglu_backward(const Params &params, SharedStorage<C>
   using Out = typename C::Out;
   constexpr int kTokens = kBoxRowsBackward, kSteps = (Q + kTokens - 1) / kTokens * 2, kBox = kTokens * 64;
   static_assert(C::kMmas == 2 && kTokens == 32 && sizeof(shared.d[0]) == 2 * kBox * sizeof(Out));
+  if (tile.q == tile.q_end) return;
   const bool leader = threadIdx.x % 128 == 0;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const RowBoxes boxes{tile, params.ragged.total, params.ragged.n};
+  const RowBoxes boxes{tile, params.ragged.total};
   const auto load = [&](int step) {
     TmaBarrier &full = shared.d_full[step % C::Chunks];
     Out *chunk = shared.d[step % C::Chunks];
@@ -229,8 +231,10 @@ CUTLASS_DEVICE void store_swiglu_backward(const Params &params, SharedStorage<C>
     tma_store_fence();
     NamedBarrier::sync(128, kEpilogue + warpgroup);
     if (leader) {
-      boxes.store(params.maps[kMapD], gates, p, first);
-      boxes.store(params.maps[kMapUpD], ups, p, first);
+      if (p < params.ragged.n) {
+        boxes.store(params.maps[kMapD], gates, p, first);
+        boxes.store(params.maps[kMapUpD], ups, p, first);
+      }
       tma_store_arrive();
       if (step > 0 && step + 2 < kSteps) {
         tma_store_wait<1>();  // the chunk of the step before has been read
@@ -257,7 +261,7 @@ CUTLASS_DEVICE void store_zeros_swiglu(const Params &params, SharedStorage<C> &s
   for (int i = threadIdx.x % 128; i < int(sizeof(shared.d[0]) / 16); i += 128) zeros[i] = uint128_t{};
   tma_store_fence();
   NamedBarrier::sync(128, kEpilogue + warpgroup);
-  const RowBoxes boxes{tile, params.ragged.total, kForward ? params.ragged.n / 2 : params.ragged.n};
+  const RowBoxes boxes{tile, params.ragged.total};
   const int rows = tile.q_end - tile.q;
   if (!kForward && params.swiglu.sums) {
     float *sums = params.swiglu.sums + int64_t(tile.p / C::TileP) * 4 * params.ragged.total + tile.q;
@@ -272,7 +276,7 @@ CUTLASS_DEVICE void store_zeros_swiglu(const Params &params, SharedStorage<C> &s
       store(kMapGate, tile.p / 2);
       store(kMapUp, tile.p / 2);
     } else {
-      for (int column = tile.p; column < tile.p + C::TileP; column += 64) {
+      for (int column = tile.p; column < min(tile.p + C::TileP, params.ragged.n); column += 64) {
         store(kMapD, column);
         store(kMapUpD, column);
       }
