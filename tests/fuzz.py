@@ -30,6 +30,7 @@ from cases import DTYPES, HALVES, KERNELS, LAYOUTS, Group, Layout, ragged
 from check import CANARY, NAN, Call, run, seeded
 from conftest import environment
 from grouped_cases import MODES, check_grads, out_shape
+from moe_cases import FEED_FORWARD_UNIT, exact_feed_forward
 from torch import Tensor
 
 import gmm
@@ -54,6 +55,7 @@ GPU = Budget(300, 3000, 4096, 30_000_000, 20_000_000_000)
 CPU = Budget(300, 3000, 4096, 300_000, 10_000_000)
 INTERPRETER = Budget(20, 130, 140, 30_000, 200_000)  # a millisecond for each tile and step
 GRADS = Budget(40, 200, 256, 500_000, 10_000_000)
+LAYER = Budget(40, 3000, 1024, 3_000_000, 1_000_000_000)  # of feed_forward on a GPU: enough rows for its own kernels
 
 
 class Place(NamedTuple):
@@ -156,7 +158,8 @@ def draw_rows(rng: random.Random, budget: Budget, products: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call: its form ("list", "grads" of grouped_mm, or a mode of grouped_mm) and all that was drawn for it."""
+    """A call: its form ("list", "grouped", "grads" of grouped_mm, or "feed_forward", where n is between the products)
+    and all that was drawn for it."""
 
     form: str
     mode: str
@@ -218,6 +221,8 @@ class Case:
         """Runs it and compares. False when CUTLASS refused it, giving a reason, as it may."""
         if self.form == "list":
             return self._check_list(device, backend)
+        if self.form == "feed_forward":
+            return self._check_feed_forward(device, backend)
         return self._check_grouped(device, backend)
 
     def _check_list(self, device: torch.device, backend: str) -> bool:
@@ -276,16 +281,44 @@ class Case:
         options = {"out": out, "bias": bias, "accumulate": self.accumulate, "trans_b": trans_b}
         return grouped_cases.run(a, b, offs, backend, out_dtype=self.out_dtype, **options) is not None
 
-
-FORMS = ("list", "grouped", "grads")
+    def _check_feed_forward(self, device: torch.device, backend: str) -> bool:
+        """Against fp64, by the norms of the result and of each gradient that has a few values at least."""
+        generator, rows, trans_b = seeded(device, self.seed), self.groups, self.layout.trans_b
+        count, n, k = len(rows), self.n, self.k
+        last = sum(rows)  # type: ignore[arg-type]
+        total = last + self.tail
+        shapes = (total, k), (count, 2 * n, k), (count, k, n)
+        if not trans_b:
+            shapes = (total, k), (count, k, 2 * n), (count, n, k)
+        leaves = [operand(s, spot, self.dtype, generator) for s, spot in zip(shapes, self.places, strict=True)]
+        leaves[1:] = [w / max(size, 1) ** 0.5 for w, size in zip(leaves[1:], (k, n), strict=True)]
+        if self.bias:
+            leaves.append(operand((total,), self.places[1], self.out_dtype, generator))
+        dy = operand((total, k), self.places[1], self.dtype, generator)
+        for t in (leaves[0], dy, *leaves[3:]):
+            if 0 not in t.stride():
+                t[last:] = NAN
+        offs = torch.tensor(rows, device=device).cumsum(0).to(self.offs_dtype)
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        with gmm.use_backend(backend):
+            y = gmm.moe.feed_forward(*leaves[:3], offs, *leaves[3:], trans_b=trans_b)
+            results = [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+        exact = exact_feed_forward(leaves, offs.tolist(), dy, trans_b)
+        for i, (result, want) in enumerate(zip(results, exact, strict=True)):
+            assert result.shape == want.shape and result.isfinite().all() and not result[want == 0].any()
+            unit = max(FEED_FORWARD_UNIT[self.dtype], FEED_FORWARD_UNIT[result.dtype])
+            if int((want != 0).sum()) >= 8:
+                error, norm = float((result.double() - want).norm()), float(want.norm())
+                assert error <= unit * norm, f"result {i} is off by {error:.2g} of {norm:.2g}"
+        return True
 
 
 def draw_backend(rng: random.Random, form: str, device: torch.device) -> str:
     """One that the machine has. Each new kind of call costs Triton a second to compile, so it comes less often."""
     if device.type == "cpu":
-        return "reference" if form == "list" or rng.random() < 0.5 else "triton"
+        return "reference" if form in ("list", "feed_forward") or rng.random() < 0.5 else "triton"
     has_cutlass = torch.cuda.get_device_capability() == (9, 0)
-    if form == "grads":
+    if form in ("grads", "feed_forward"):
         return "auto"
     if form == "list":
         names = ("auto", "cutlass", "cutlass", "cublas", f"cutlass: {rng.choice(KERNELS)}")
@@ -296,10 +329,12 @@ def draw_backend(rng: random.Random, form: str, device: torch.device) -> str:
 
 def draw(rng: random.Random, device: torch.device) -> tuple[Case, str]:
     """A case for that device and the backend to run it on."""
-    form = rng.choice(("list", "list", "list", "grouped", "grouped", "grouped", "grads"))
+    form = rng.choice(("list", "list", "list", "grouped", "grouped", "grouped", "grads", "feed_forward"))
     backend = draw_backend(rng, form, device)
     interpreted = device.type == "cpu" and backend == "triton"
     budget = INTERPRETER if interpreted else GRADS if form == "grads" else GPU if device.type == "cuda" else CPU
+    if form == "feed_forward":
+        budget = LAYER if device.type == "cuda" else GRADS
     return Case.draw(rng, form, budget), backend
 
 

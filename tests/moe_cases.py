@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 from check import UNIT, seeded
@@ -72,6 +73,26 @@ def expected_activation(
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
     return ACTIVATIONS[kind](gate) * (up + 1 if kind == "swiglu_oai" else up)
+
+
+FEED_FORWARD_UNIT = {BF16: 2.0**-6, FP16: 2.0**-9, FP32: 2.0**-18}  # of a norm: four roundings in a row
+
+
+def exact_feed_forward(leaves: Sequence[Tensor], ends: Sequence[int], dy: Tensor, trans_b: bool) -> list[Tensor]:
+    """Of gmm.moe.feed_forward(x, gate_up, down, offs[, weights]) in fp64, expert by expert: the result and all
+    gradients. Those of rows after the last end are zeros."""
+    twins = [t.detach().double().requires_grad_() for t in leaves]
+    x, gate_up, down = twins[:3]
+    if trans_b:
+        gate_up, down = gate_up.mT, down.mT
+    y = x.new_zeros(len(x), dy.shape[1])
+    for g, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        h = expected_activation(x[start:end] @ gate_up[g], "swiglu")
+        y[start:end] = (h if len(twins) == 3 else h * twins[3][start:end, None]) @ down[g]
+    if not y.requires_grad:  # no experts
+        return [y, *(torch.zeros_like(t) for t in twins)]
+    last = ends[-1]
+    return [y.detach(), *torch.autograd.grad(y[:last], twins, dy[:last].double(), materialize_grads=True)]
 
 
 def close(result: Tensor, exact: Tensor, sums: int = 1, slack: float = 1.0) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from check import seeded
 from conftest import Target
-from moe_cases import BF16, FP16, FP32, expected_activation
+from moe_cases import BF16, FEED_FORWARD_UNIT, FP16, FP32, exact_feed_forward
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +20,7 @@ from gmm.nn import GroupedExperts, GroupedLinear
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 H, FFN, SIZES, TAIL = 16, 24, (5, 0, 9, 3), 4  # the second expert gets no row, the last rows are no expert's
-UNIT = {BF16: 2.0**-6, FP16: 2.0**-9, FP32: 2.0**-18}
+UNIT = FEED_FORWARD_UNIT
 OPS = torch.ops.gmm
 both_layouts = pytest.mark.parametrize("trans_b", (True, False))
 
@@ -75,23 +75,8 @@ class Call:
         return [y.detach(), *torch.autograd.grad(y, self.leaves, self.dy)]
 
     def exact(self) -> list[Tensor]:
-        """The same in fp64, expert by expert."""
-        twins = [t.detach().double().requires_grad_() for t in self.leaves]
-        x, gate_up, down = twins[:3]
-        if self.trans_b:
-            gate_up, down = gate_up.mT, down.mT
-        parts = []
-        for g, (start, end) in enumerate(itertools.pairwise([0, *self.ends])):
-            h = expected_activation(x[start:end] @ gate_up[g], "swiglu")
-            parts.append((h if len(twins) == 3 else h * twins[3][start:end, None]) @ down[g])
-        y = torch.cat(parts)
-        grads = torch.autograd.grad(y, twins, self.dy[: self.last].double())
-        grads = [g if g.dim() == 3 else torch.where(rows_of(g, self.last), g, 0) for g in grads]
-        return [torch.cat([y.detach(), y.new_zeros(TAIL, y.shape[1])]), *grads]
-
-
-def rows_of(x: Tensor, last: int) -> Tensor:
-    return (torch.arange(len(x), device=x.device) < last).view(-1, *[1] * (x.dim() - 1))
+        """The same in fp64."""
+        return exact_feed_forward(self.leaves, self.ends, self.dy, self.trans_b)
 
 
 def check(call: Call, **options: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fuzz import CPU, GPU, GRADS, INTERPRETER, Budget, Case
+from fuzz import CPU, GPU, GRADS, INTERPRETER, LAYER, Budget, Case
 
 hypothesis = pytest.importorskip("hypothesis")
 from hypothesis import strategies  # noqa: E402
@@ -48,6 +48,12 @@ def test_gradients(rng: random.Random) -> None:
     check(rng, "grads", GRADS, "cpu", "reference")
 
 
+@examples(60)
+@randoms
+def test_feed_forward(rng: random.Random) -> None:
+    check(rng, "feed_forward", GRADS, "cpu", "reference")
+
+
 @pytest.fixture(scope="module")
 def interpreter() -> Iterator[None]:
     """Triton's, which runs on the CPU."""
@@ -74,3 +80,10 @@ def test_on_a_gpu(backend: str, form: str, rng: random.Random) -> None:
     if backend == "cutlass" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the cutlass backend needs an sm90 GPU")
     check(rng, form, GPU, "cuda", backend)
+
+
+@pytest.mark.gpu
+@examples(60)
+@randoms
+def test_feed_forward_on_a_gpu(rng: random.Random) -> None:
+    check(rng, "feed_forward", LAYER, "cuda", "auto")
