@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -598,6 +601,12 @@ def test_fused(
         assert ours.is_contiguous() and ours.isfinite().all() and not ours[call.last :].any()
         assert ours.shape == theirs.shape and (ours - theirs).float().norm() <= UNIT[dtype] / 2 * theirs.float().norm()
     check(call)
+
+
+def test_few_rows_are_as_many_everywhere() -> None:
+    source = Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90" / "descriptor_array" / "heuristics.cpp"
+    (few,) = re.findall(r"kFewRows = (\d+);", source.read_text())
+    assert int(few) == sys.modules["gmm.moe.feed_forward"]._FEW_ROWS
 
 
 @pytest.mark.gpu

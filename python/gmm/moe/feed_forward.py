@@ -28,7 +28,7 @@ from gmm.moe.activation import (
     check_weights,
     gated_activation,
 )
-from gmm.ragged.autograd import autocast_is_on, is_column_major, within_torch_func, without_autocast
+from gmm.ragged.autograd import autocast_is_on, is_column_major, is_plain, within_torch_func, without_autocast
 from gmm.ragged.check import check_grouped
 from gmm.weight_grad import Owner, WeightGrad, raise_for_create_graph
 
@@ -101,6 +101,7 @@ def swiglu_feed_forward(
     if autocast_is_on(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, gate_up, down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, gate_up, down))
+    swiglu = _swiglu_kernel if goes_directly(x, gate_up, offs, weights) else _swiglu
     with without_autocast(x.device):
         grad = torch.is_grad_enabled()
         needs_h = grad and any(t is not None and t.requires_grad for t in (x, gate_up, weights))
@@ -108,10 +109,15 @@ def swiglu_feed_forward(
         if grad and (x.requires_grad or gate_up.requires_grad):
             h, y = GatedProduct.apply(x, gate_up, offs, factors, trans_b, options, owners[0], overwrite)
         else:
-            h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, factors, needs_h, **options)
+            h, y = swiglu(x, gate_up.mT if trans_b else gate_up, offs, factors, needs_h, **options)
         if needs_h or (grad and down.requires_grad):
             return DownProduct.apply(h, y, down, offs, weights, trans_b, options, owners[1], overwrite)
         return grouped_mm(y, down, offs, trans_b=trans_b, **options)
+
+
+def goes_directly(*tensors: Tensor | None) -> bool:
+    """Whether the ops' Python may be called without the dispatcher, which takes longer than it does."""
+    return not torch.compiler.is_compiling() and is_plain(*tensors)
 
 
 def check_operands(
@@ -158,7 +164,8 @@ class GatedProduct(torch.autograd.Function):
         owner: Owner | None,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
+        swiglu = _swiglu_kernel if goes_directly(x, gate_up, offs, weights) else _swiglu
+        h, y = swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
         ctx.mark_non_differentiable(y)
         needs_x, needs_gate_up = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_gate_up else None, gate_up if needs_x else None, offs)
@@ -205,7 +212,10 @@ class DownProduct(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         h, down, weights, y, offs = ctx.saved_tensors
         needs_down, _, needs_weights = ctx.needs_input_grad[2:5]
-        swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = _swiglu_backward
+        directly = goes_directly(d, down, h, offs, weights)
+        swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = (
+            _swiglu_backward_kernel if directly else _swiglu_backward
+        )
         dh = ddown = dweights = None
         with _backward_region(ctx, offs):
             if torch.is_grad_enabled():  # create_graph: through what is differentiable
@@ -264,7 +274,7 @@ def _swiglu_in_cutlass(
     x: Tensor, w: Tensor, offs: Tensor, weights: Tensor | None, keep: bool, sm_margin: int, backend: str
 ) -> tuple[Tensor, Tensor] | None:
     """None where it does not take the call."""
-    if not _may_fuse(x, backend):
+    if not _may_fuse(x, offs, backend):
         return None
     h, y = _swiglu_fake(x, w, offs, weights, keep, sm_margin, backend)
     factors = None if weights is None else weights.float().contiguous()
@@ -306,7 +316,7 @@ def _swiglu_backward_in_cutlass(
     dy: Tensor, w: Tensor, h: Tensor, offs: Tensor, weights: Tensor | None, sm_margin: int, backend: str
 ) -> tuple[Tensor, Tensor] | None:
     """None where it does not take the call."""
-    if not _may_fuse(dy, backend):
+    if not _may_fuse(dy, offs, backend):
         return None
     dh, dweights = _swiglu_backward_fake(dy, w, h, offs, weights, sm_margin, backend)
     factors = parts = None
@@ -350,10 +360,15 @@ def _swiglu_backward_fake(
     return h.new_empty(h.shape), h.new_empty(0) if weights is None else weights.new_empty(weights.shape)
 
 
-def _may_fuse(x: Tensor, backend: str) -> bool:
+_FEW_ROWS = 96  # an expert: kFewRows of csrc/cutlass/sm90/descriptor_array, which refuses them after more work
+
+
+def _may_fuse(x: Tensor, offs: Tensor, backend: str) -> bool:
     """Whether CUTLASS is asked. One of its kernels by name is none of these."""
+    if not x.is_cuda or x.dtype == torch.float32 or x.shape[0] <= _FEW_ROWS * offs.shape[0]:
+        return False
     choice = parse(backend)
-    return x.is_cuda and x.dtype != torch.float32 and choice.name in ("auto", "cutlass") and not choice.kernel
+    return choice.name in ("auto", "cutlass") and not choice.kernel
 
 
 _SWIGLU = ("swiglu", False, None)  # kind, interleaved and limit

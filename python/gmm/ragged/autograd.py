@@ -173,7 +173,7 @@ def call(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options
         return below_autograd(a, b, offs, bias, options)
     if within_torch_func():
         return apply(a, b, offs, bias, None, options)  # which the op's autograd kernel cannot do for torch.func
-    if not torch.compiler.is_dynamo_compiling() and _is_plain(a, b, offs, bias):
+    if not torch.compiler.is_dynamo_compiling() and is_plain(a, b, offs, bias):
         return GroupedMM.apply(a, b, offs, bias, None, {**_DEFAULTS, **options})  # what the op would end in
     return _mm(a, b, offs, bias, **options)
 
@@ -223,13 +223,13 @@ def _run_directly(a: Tensor, b: Tensor, offs: Tensor | None, options: dict[str, 
 
 def _goes_directly(a: Tensor, b: Tensor, offs: Tensor | None, bias: Tensor | None, options: dict[str, Any]) -> bool:
     """Whether Python may run the call itself: it is of the forms that run_directly() knows."""
-    if offs is None or bias is not None or options.get("sm_margin") or CHECKS_OFFSETS or not _is_plain(a, b, offs):
+    if offs is None or bias is not None or options.get("sm_margin") or CHECKS_OFFSETS or not is_plain(a, b, offs):
         return False
     dims = len(a.shape), len(b.shape)
     return dims == (2, 3) or (dims == (2, 2) and not options.get("trans_b"))
 
 
-def _is_plain(*tensors: Tensor | None) -> bool:
+def is_plain(*tensors: Tensor | None) -> bool:
     """Whether the dispatcher has nothing to do for the op on them but to call autograd and the device's kernel."""
     if _is_any_autocast_enabled() or _len_torch_dispatch_stack() or _get_tracing_state() is not None:
         return False
