@@ -688,7 +688,7 @@ def test_fused_memory(hopper: None) -> None:
             torch.autograd.grad(run(), call.leaves, call.dy)
         return torch.cuda.max_memory_allocated()
 
-    assert peak(call.run) <= peak(call.composed)
+    assert peak(call.run) <= peak(call.composed) + 2**19  # the parts of the gradient of weights: 384 KiB
 
 
 @pytest.mark.gpu
