@@ -281,9 +281,8 @@ def test_compile() -> None:
         call = Call(CPU, weights_dtype=weights_dtype, sizes=sizes)
         for a, b in zip(call.results(call.run, function=compiled), call.results(call.run), strict=True):
             torch.testing.assert_close(a, b)
-    assert (
-        compiler.graphs == [["gmm.grouped_mm.default", "gmm.moe_swiglu.default", "gmm.moe_swiglu_backward.default"]] * 2
-    )
+    graph = ["gmm.grouped_mm.default", "gmm.moe_swiglu.default", "gmm.moe_swiglu_backward.default"]
+    assert compiler.graphs == [graph] * (3 if torch.__version__.startswith("2.10.") else 2)  # which has one for each
 
 
 def test_compiled_experts() -> None:

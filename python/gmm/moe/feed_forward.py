@@ -73,7 +73,8 @@ def feed_forward(
     For "swiglu" with gate before up and without a limit, the activation and its backward run within the products where
     CUTLASS takes these: gmm.explain(x, gate_up, epilogue="swiglu", trans_b=True) says whether, and why not. What comes
     out is then the same but for the last bit of exp, before it is rounded to the dtype of x. Derivatives of any order,
-    by autograd. Synchronises where grouped_mm() does: with cuBLAS.
+    by autograd. Compiles with fullgraph=True; torch 2.10 compiles anew for each number of rows. Synchronises where
+    grouped_mm() does: with cuBLAS.
     """
     check_options(kind, False, interleaved, limit)
     check_no_tangents("feed_forward", x, gate_up, down, weights)
