@@ -17,6 +17,7 @@
 #include "torch/call.h"
 #include "torch/check.h"
 #include "torch/grouped.h"
+#include "torch/grouped_args.h"
 #include "torch/grouped_check.h"
 #include "torch/kernels.h"
 #include "torch/tensor_list.h"
@@ -47,11 +48,6 @@ bool is_empty(const TensorView &t) {
 
 int itemsize(int32_t dtype) { return dtype == aoti_torch_dtype_float32() ? 4 : 2; }
 
-Operand operand(const TensorView &t, const void *data) {
-  const int64_t *sizes = t.sizes + t.dim - 2, *strides = t.strides + t.dim - 2;
-  return {{const_cast<void *>(data), sizes[0], sizes[1], strides[0], strides[1]}, t.dim == 3 ? t.strides[0] : 0};
-}
-
 // Whether CUTLASS ran the call; when not, `why` says why.
 bool run_cutlass(const Arguments &call, const GroupedShape &shape, const TensorView &out, std::string &why) {
   const TensorView &a = *call.a, &b = *call.b;
@@ -69,26 +65,14 @@ bool run_cutlass(const Arguments &call, const GroupedShape &shape, const TensorV
 
   gmm_args args{};
   GroupedMatrices matrices;
-  args.struct_size = sizeof args;
-  const char *refusal = describe_grouped(grouped, args, matrices);
-  if (!refusal && call.offs.present() && call.offs->strides[0] != 1 && shape.groups > 1)
-    refusal = "it reads contiguous offs";
+  const char *refusal = describe_args(grouped, a, out.dtype, call.offs, options.sm_margin, args, matrices);
   if (refusal) {
     why = std::string("backend 'cutlass' cannot take this call: ") + refusal;
     return false;
   }
-  args.ab_dtype = to_gmm_dtype(a.dtype);
-  args.d_dtype = to_gmm_dtype(out.dtype);
   args.accumulate = options.accumulate;
   args.allow_tf32 = options.allow_tf32;
-  args.sm_margin = static_cast<int32_t>(std::min<int64_t>(options.sm_margin, INT32_MAX));
-  args.device = a.device_index;
-  args.backend = GMM_BACKEND_CUTLASS;
   args.kernel = options.kernel.empty() ? nullptr : options.kernel.c_str();
-  if (call.offs.present()) {
-    args.offs = call.offs->data();
-    args.offs_int64 = call.offs->dtype == aoti_torch_dtype_int64();
-  }
   if (try_library(args, a)) return true;
   why = gmm_last_error();
   return false;

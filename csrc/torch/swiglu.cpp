@@ -14,6 +14,7 @@
 #include "torch/call.h"
 #include "torch/check.h"
 #include "torch/grouped.h"
+#include "torch/grouped_args.h"
 #include "torch/grouped_check.h"
 #include "torch/kernels.h"
 #include "torch/tensor_list.h"
@@ -56,11 +57,6 @@ gmm_matrix contiguous_matrix(const TensorView &t, const void *data) {
   return {const_cast<void *>(data), t.sizes[0], t.sizes[1], std::max<int64_t>(t.sizes[1], 1), 0};
 }
 
-Operand operand(const TensorView &t, const void *data) {
-  const int64_t *sizes = t.sizes + t.dim - 2, *strides = t.strides + t.dim - 2;
-  return {{const_cast<void *>(data), sizes[0], sizes[1], strides[0], strides[1]}, t.dim == 3 ? t.strides[0] : 0};
-}
-
 // d = the epilogue of a @ b. `h` and `sums` as in gmm.h, checked by the caller.
 std::string run(gmm_epilogue epilogue, const TensorView &a, const TensorView &b, const TensorArgument &offs,
                 const TensorArgument &weights, const gmm_matrix &h, float *sums, const TensorView &d,
@@ -76,15 +72,7 @@ std::string run(gmm_epilogue epilogue, const TensorView &a, const TensorView &b,
                    operand(d, d.mutable_data())};
   gmm_args args{};
   GroupedMatrices matrices;
-  args.struct_size = sizeof args;
-  if (const char *refusal = describe_grouped(call, args, matrices)) return refusal;
-  if (offs->strides[0] != 1 && call.groups > 1) return "it reads contiguous offs";
-  args.ab_dtype = args.d_dtype = to_gmm_dtype(a.dtype);
-  args.sm_margin = static_cast<int32_t>(std::min<int64_t>(options.sm_margin, INT32_MAX));
-  args.device = a.device_index;
-  args.backend = GMM_BACKEND_CUTLASS;
-  args.offs = offs->data();
-  args.offs_int64 = offs->dtype == aoti_torch_dtype_int64();
+  if (const char *refusal = describe_args(call, a, a.dtype, offs, options.sm_margin, args, matrices)) return refusal;
   args.epilogue = epilogue;
   args.h = h;
   args.row_weights = weights.present() ? static_cast<const float *>(weights->data()) : nullptr;

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gmm.check import DTYPES, check, check_no_tangents, dtype_name
 from gmm.moe.launch import Activation, activation_backward_in_triton, activation_in_triton, takes
+from gmm.moe.register import register
 
 
 class Kind(NamedTuple):
@@ -290,18 +291,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _ARGUMENTS = "Tensor h, Tensor? up, Tensor? weights, Tensor? offs, str kind, bool interleaved, float? limit"
-for _name, _schema, _kernel, _fake in (
-    ("moe_activation", f"({_ARGUMENTS}) -> Tensor", _activation_kernel, _activation_fake),
-    (
-        "moe_activation_backward",
-        f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
-        _activation_backward_kernel,
-        _activation_backward_fake,
-    ),
-):
-    torch.library.define(f"gmm::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"gmm::{_name}", "default", _kernel)
-    torch.library.register_fake(f"gmm::{_name}", _fake)
-torch.library.register_autograd("gmm::moe_activation", _backward, setup_context=_save)
-activation = torch.ops.gmm.moe_activation.default
-activation_backward = torch.ops.gmm.moe_activation_backward.default
+activation = register(
+    "moe_activation", f"({_ARGUMENTS}) -> Tensor", _activation_kernel, _activation_fake, _backward, _save
+)
+activation_backward = register(
+    "moe_activation_backward",
+    f"(Tensor dy, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    _activation_backward_kernel,
+    _activation_backward_fake,
+)

@@ -28,6 +28,7 @@ from gmm.moe.activation import (
     check_weights,
     gated_activation,
 )
+from gmm.moe.register import register
 from gmm.ragged.autograd import autocast_is_on, is_column_major, is_plain, within_torch_func, without_autocast
 from gmm.ragged.check import check_grouped
 from gmm.weight_grad import Owner, WeightGrad, raise_for_create_graph
@@ -102,7 +103,6 @@ def swiglu_feed_forward(
     if autocast_is_on(x.device):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, gate_up, down = (t.to(dtype) if t.dtype in DTYPES else t for t in (x, gate_up, down))
-    swiglu = _swiglu_kernel if goes_directly(x, gate_up, offs, weights) else _swiglu
     with without_autocast(x.device):
         grad = torch.is_grad_enabled()
         needs_h = grad and any(t is not None and t.requires_grad for t in (x, gate_up, weights))
@@ -110,15 +110,10 @@ def swiglu_feed_forward(
         if grad and (x.requires_grad or gate_up.requires_grad):
             h, y = GatedProduct.apply(x, gate_up, offs, factors, trans_b, options, owners[0], overwrite)
         else:
-            h, y = swiglu(x, gate_up.mT if trans_b else gate_up, offs, factors, needs_h, **options)
+            h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, factors, needs_h, **options)
         if needs_h or (grad and down.requires_grad):
             return DownProduct.apply(h, y, down, offs, weights, trans_b, options, owners[1], overwrite)
         return grouped_mm(y, down, offs, trans_b=trans_b, **options)
-
-
-def goes_directly(*tensors: Tensor | None) -> bool:
-    """Whether the ops' Python may be called without the dispatcher, which takes longer than it does."""
-    return not torch.compiler.is_compiling() and is_plain(*tensors)
 
 
 def check_operands(
@@ -165,8 +160,7 @@ class GatedProduct(torch.autograd.Function):
         owner: Owner | None,
         overwrite: bool,
     ) -> tuple[Tensor, Tensor]:
-        swiglu = _swiglu_kernel if goes_directly(x, gate_up, offs, weights) else _swiglu
-        h, y = swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
+        h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
         ctx.mark_non_differentiable(y)
         needs_x, needs_gate_up = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_gate_up else None, gate_up if needs_x else None, offs)
@@ -213,10 +207,7 @@ class DownProduct(torch.autograd.Function):
     def backward(ctx: Any, d: Tensor) -> tuple[Tensor | None, ...]:
         h, down, weights, y, offs = ctx.saved_tensors
         needs_down, _, needs_weights = ctx.needs_input_grad[2:5]
-        directly = goes_directly(d, down, h, offs, weights)
-        swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = (
-            _swiglu_backward_kernel if directly else _swiglu_backward
-        )
+        swiglu_backward: Callable[..., tuple[Tensor, Tensor]] = _swiglu_backward
         dh = ddown = dweights = None
         with _backward_region(ctx, offs):
             if torch.is_grad_enabled():  # create_graph: through what is differentiable
@@ -258,6 +249,28 @@ def _weight_grad(ctx: Any, dy: Tensor, x: Tensor, offs: Tensor) -> Tensor | None
 
 
 # The ops: y of a product h = x @ w, and the gradients of h and weights from that of the product after it.
+
+
+def _swiglu(
+    x: Tensor, w: Tensor, offs: Tensor, weights: Tensor | None, keep: bool, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """The op by the shortest way that the call allows."""
+    run: Callable[..., tuple[Tensor, Tensor]] = _swiglu_kernel if _goes_directly(x, w, offs, weights) else _swiglu_op
+    return run(x, w, offs, weights, keep, **options)
+
+
+def _swiglu_backward(
+    dy: Tensor, w: Tensor, h: Tensor, offs: Tensor, weights: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Likewise."""
+    directly = _goes_directly(dy, w, h, offs, weights)
+    run: Callable[..., tuple[Tensor, Tensor]] = _swiglu_backward_kernel if directly else _swiglu_backward_op
+    return run(dy, w, h, offs, weights, **options)
+
+
+def _goes_directly(*tensors: Tensor | None) -> bool:
+    """Whether the ops' Python may be called without the dispatcher, which takes longer than it does."""
+    return not torch.compiler.is_compiling() and is_plain(*tensors)
 
 
 @torch.no_grad()
@@ -374,22 +387,15 @@ def _may_fuse(x: Tensor, offs: Tensor, backend: str) -> bool:
 
 _SWIGLU = ("swiglu", False, None)  # kind, interleaved and limit
 _OPTIONS = "int sm_margin, str backend"
-for _name, _schema, _kernel, _fake in (
-    (
-        "moe_swiglu",
-        f"(Tensor x, Tensor w, Tensor offs, Tensor? weights, bool keep, {_OPTIONS}) -> (Tensor h, Tensor y)",
-        _swiglu_kernel,
-        _swiglu_fake,
-    ),
-    (
-        "moe_swiglu_backward",
-        f"(Tensor dy, Tensor w, Tensor h, Tensor offs, Tensor? weights, {_OPTIONS}) -> (Tensor dh, Tensor dweights)",
-        _swiglu_backward_kernel,
-        _swiglu_backward_fake,
-    ),
-):
-    torch.library.define(f"gmm::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"gmm::{_name}", "default", _kernel)
-    torch.library.register_fake(f"gmm::{_name}", _fake)
-_swiglu = torch.ops.gmm.moe_swiglu.default
-_swiglu_backward = torch.ops.gmm.moe_swiglu_backward.default
+_swiglu_op = register(
+    "moe_swiglu",
+    f"(Tensor x, Tensor w, Tensor offs, Tensor? weights, bool keep, {_OPTIONS}) -> (Tensor h, Tensor y)",
+    _swiglu_kernel,
+    _swiglu_fake,
+)
+_swiglu_backward_op = register(
+    "moe_swiglu_backward",
+    f"(Tensor dy, Tensor w, Tensor h, Tensor offs, Tensor? weights, {_OPTIONS}) -> (Tensor dh, Tensor dweights)",
+    _swiglu_backward_kernel,
+    _swiglu_backward_fake,
+)

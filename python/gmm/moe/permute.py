@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gmm.check import DTYPES, check, check_no_tangents, dtype_name
 from gmm.moe.launch import dots_in_triton, permute_in_triton, takes, unpermute_in_triton
+from gmm.moe.register import register
 from gmm.moe.routing import route
 
 
@@ -224,15 +225,7 @@ def _dots_backward(ctx: Any, dw: Tensor) -> tuple[Tensor | None, ...]:
     return dx, None if x is None else _permute(x, row_map, dw, ctx.rows), None
 
 
-def _register(name: str, schema: str, kernel: Any, fake: Any, backward: Any, save: Any) -> Any:
-    torch.library.define(f"gmm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"gmm::{name}", "default", kernel)
-    torch.library.register_fake(f"gmm::{name}", fake)
-    torch.library.register_autograd(f"gmm::{name}", backward, setup_context=save)
-    return getattr(torch.ops.gmm, name).default
-
-
-_permute = _register(
+_permute = register(
     "moe_permute",
     "(Tensor x, Tensor row_map, Tensor? weights, SymInt rows) -> Tensor",
     _permute_kernel,
@@ -240,7 +233,7 @@ _permute = _register(
     _permute_backward,
     _save_permute,
 )
-_unpermute = _register(
+_unpermute = register(
     "moe_unpermute",
     "(Tensor y, Tensor row_map, Tensor? weights) -> Tensor",
     _unpermute_kernel,
@@ -248,7 +241,7 @@ _unpermute = _register(
     _unpermute_backward,
     _save_unpermute,
 )
-_dots = _register(
+_dots = register(
     "moe_dots",
     "(Tensor x, Tensor y, Tensor row_map) -> Tensor",
     _dots_kernel,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gmm.check import check, dtype_name
 from gmm.moe.launch import route_in_triton, takes
+from gmm.moe.register import register
 from gmm.ragged.check import CHECKS_OFFSETS
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -112,13 +113,6 @@ def _route_fake(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return row_map, top_k_index.new_empty((num_experts,), dtype=torch.int32)
 
 
-for _name, _result, _kernel, _fake in (
-    ("moe_route_sizes", "Tensor", _route_sizes_kernel, _route_sizes_fake),
-    ("moe_route", "(Tensor, Tensor)", _route_kernel, _route_fake),
-):
-    _schema = f"(Tensor top_k_index, SymInt num_experts) -> {_result}"
-    torch.library.define(f"gmm::{_name}", _schema, tags=torch.Tag.pt2_compliant_tag)
-    torch.library.impl(f"gmm::{_name}", "default", _kernel)
-    torch.library.register_fake(f"gmm::{_name}", _fake)
-_route_sizes = torch.ops.gmm.moe_route_sizes.default
-_route = torch.ops.gmm.moe_route.default
+_ARGUMENTS = "(Tensor top_k_index, SymInt num_experts)"
+_route_sizes = register("moe_route_sizes", f"{_ARGUMENTS} -> Tensor", _route_sizes_kernel, _route_sizes_fake)
+_route = register("moe_route", f"{_ARGUMENTS} -> (Tensor, Tensor)", _route_kernel, _route_fake)
