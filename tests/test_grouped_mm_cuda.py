@@ -68,6 +68,29 @@ def test_no_synchronisation_row_6(backend: str, no_sync: Callable[[], None]) -> 
         gmm.grouped_mm(leaves[0], leaves[1], offs, weight_grad_out=main_grad).sum().backward()
 
 
+@pytest.mark.parametrize("out_dtype", (BF16, FP32))
+@pytest.mark.parametrize("mode", ("ragged_m", "ragged_k"))
+@pytest.mark.parametrize("counts", ([20, 0, 0, 7] * 18, [0] * 70, [0] * 40 + [300]), ids=("many", "all", "last"))
+def test_zeros_where_no_product_is(mode: str, out_dtype: torch.dtype, counts: list[int]) -> None:
+    """Of more groups than a window of the kernel's has, more rows than it has CTAs, in lines that fill no warp, with
+    gaps between; ends that decrease count as the greatest before."""
+    require("cutlass")
+    ends = ends_of(counts)
+    ends[35] = max(ends[35] - 9, 0)
+    a, b, offs = operands(mode, ends, 300, 136, 64, BF16, CUDA, total=1000)
+    shape = out_shape(a, b, offs)
+    guard = torch.full((*shape[:-1], 152), -7.0, dtype=out_dtype, device=CUDA)
+    out = guard[..., :136]
+    out.fill_(float("nan"))
+    a = a.t().contiguous().t() if mode == "ragged_k" else a
+    assert offs is not None
+    exact, bound = expected(a, b, offs.cummax(0).values.int(), out.clone(), None, False, False)
+    gmm.grouped_mm(a, b, offs, out=out, backend="cutlass")
+    compare(out, exact, bound)
+    out.fill_(-7.0)
+    assert (guard == -7.0).all(), "written outside of out"
+
+
 @pytest.mark.parametrize("form", ("grouped_mm", "list"))
 def test_counter_of_tiles_in_dirty_memory(form: str) -> None:
     """CUTLASS's clusters share a counter in the workspace, where groups are uneven. What the memory held before is

@@ -129,6 +129,7 @@ void add_epilogue(Bytes &bytes, Call &call) {
 void make_call(Bytes &bytes, Call &call) {
   constexpr const char *kKernels[] = {"sm90_descriptor_array_192x128x64_pingpong_1x2",
                                       "sm90_descriptor_array_128x64x64_pingpong_1x1",
+                                      "sm90_descriptor_array_128x128x64_pingpong_1x1",
                                       "sm90_descriptor_array_128x192x64_pingpong_2x1",
                                       "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu",
                                       "sm90_descriptor_array_192x128x64_pingpong_1x2_swiglu_backward",

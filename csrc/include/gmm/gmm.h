@@ -69,7 +69,7 @@ typedef enum gmm_form GMM_INT32 {
 /* What a call of GMM_RAGGED_M makes of its product P = A @ B, rounded to d_dtype, in the same kernel; with I =
  * h.cols / 2, w = row_weights (1 where that is NULL), and P, h and d cut into halves of I columns, gate and up. Not
  * with bias or accumulate; d_dtype is ab_dtype. What is written lies apart from all else, and is zero at and after the
- * last end. On sm90 alone; elsewhere, and with up to 96 rows a group, GMM_ERROR_UNSUPPORTED: product and activation are
+ * last end. On sm90 alone; elsewhere, and with up to 80 rows a group, GMM_ERROR_UNSUPPORTED: product and activation are
  * then better off in kernels of their own, which the caller has. */
 typedef enum gmm_epilogue GMM_INT32 {
   GMM_EPILOGUE_NONE = 0,

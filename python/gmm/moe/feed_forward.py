@@ -162,13 +162,16 @@ class GatedProduct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         h, y = _swiglu(x, gate_up.mT if trans_b else gate_up, offs, weights, True, **options)
         ctx.mark_non_differentiable(y)
+        ctx.set_materialize_grads(False)  # else backward gets zeros for y, as large as it is
         needs_x, needs_gate_up = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_gate_up else None, gate_up if needs_x else None, offs)
         _keep_options(ctx, gate_up, trans_b, options, owner, overwrite)
         return h, y
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        if dh is None:
+            return (None,) * 8
         x, gate_up, offs = ctx.saved_tensors
         needs_x, needs_gate_up = ctx.needs_input_grad[:2]
         dx = dgate_up = None
@@ -374,7 +377,7 @@ def _swiglu_backward_fake(
     return h.new_empty(h.shape), h.new_empty(0) if weights is None else weights.new_empty(weights.shape)
 
 
-_FEW_ROWS = 96  # an expert: kFewRows of csrc/cutlass/sm90/descriptor_array, which refuses them after more work
+_FEW_ROWS = 80  # an expert: kFewRows of csrc/cutlass/sm90/descriptor_array, which refuses them after more work
 
 
 def _may_fuse(x: Tensor, offs: Tensor, backend: str) -> bool:

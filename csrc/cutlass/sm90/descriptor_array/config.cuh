@@ -74,7 +74,7 @@ struct alignas(16) Tile {
   int p;         // first column of D; with tokens in K, first row
   int q, q_end;  // rows of the group's map of D; with tokens in K, columns
   int group;
-  int k, k_end;         // tokens in K: those of the group. Otherwise 0 and K; equal: the tile is zero
+  int k, k_end;         // tokens in K: those of the group. Otherwise 0 and K
   int k_blocks_before;  // of all tiles of this CTA: the tile's place in the ring of stages
   int shares_q;         // the CTAs of the cluster have the same q (else the same p)
 

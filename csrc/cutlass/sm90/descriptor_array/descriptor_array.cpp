@@ -205,7 +205,7 @@ void encode_epilogue(const gmm_args &args, const Encoder &encoder, SmallParams &
     m.data = static_cast<char *>(m.data) + index * m.cols * 2;
     return m;
   };
-  params.swiglu = {args.row_weights, args.row_sums, h.data != nullptr};
+  params.swiglu = {args.row_weights, args.row_sums, static_cast<char *>(h.data), h.ld * 2};
   if (args.epilogue == GMM_EPILOGUE_SWIGLU) {
     constexpr int kRows = Chunk<2, false>::kRows;
     encoder.store_rows(&params.maps[kMapD], d, kRows);
@@ -228,6 +228,8 @@ void run_ragged(const Launch &launch) {
   params.groups = args.num_groups;
   params.ragged = {args.offs,   args.offs_int64, int(launch.tokens_in_k() ? a.cols : a.rows), int(d.rows),
                    int(b.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
+  const int d_bytes = args.d_dtype == GMM_FP32 ? 4 : 2;
+  params.d = {static_cast<char *>(d.data), d.ld * d_bytes, args.stride_d * d_bytes, d.cols * d_bytes};
   if (launch.tokens_in_k()) {
     const void *a_data = a.data ? a.data : d.data, *b_data = b.data ? b.data : d.data;  // no tokens: no address to read
     encoder.load_tokens(&params.maps[kMapA], a_data, a.rows, a.cols, a.ld, kBoxTokensA);

@@ -71,8 +71,14 @@ bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
   return true;
 }
 
-// Up to so many rows a group, reading the weights takes the time.
-constexpr int kFewRows = 96;
+// Up to so many rows a group, reading the weights takes the time: no multicast, but narrower tiles or more stages. At
+// 64 rows those are 2 to 6 % ahead of the wide tiles, at 90 rows 4 % behind (768 to 5760 columns, H200).
+constexpr int kFewRows = 80;
+
+// Few rows: what comes into an SM for a block of K, in lines, with tiles of that kernel; `tiles` of a row tile each.
+int64_t few_rows_cost(const Kernel &kernel, int64_t tiles, int64_t rows_of_group, int sm_count) {
+  return ceil_div(tiles, sm_count) * (kernel.tile_n + rows_of_group);
+}
 
 bool accepts_epilogue(const gmm_args &args, std::string *why) {
   const gmm_matrix &a = args.a[0], &h = args.h;
@@ -146,7 +152,7 @@ const Kernel &choose(const gmm_args &args, int sm_count) {
   if (args.form == GMM_RAGGED_K) return k128x192;
   if (args.epilogue) return args.epilogue == GMM_EPILOGUE_SWIGLU ? kSwiglu : kSwigluBackward;
   const bool list = args.form == GMM_LIST;
-  int64_t rows = 0, groups = 0, narrow = 0, wide = 0;  // tiles of 64 and 128 columns, of groups with few rows
+  int64_t rows = 0, groups = 0, narrow = 0, wide = 0;  // tiles of 64 and 128 columns, one along the rows
   for (int i = 0; i < (list ? args.num_groups : 1); ++i) {
     if (list && !has_product(args, i)) continue;
     if (args.a[i].column_major) return k128x192;
@@ -154,12 +160,12 @@ const Kernel &choose(const gmm_args &args, int sm_count) {
     rows += args.d[i].rows;
     groups += alike;
     narrow += alike * ceil_div(args.d[i].cols, k128x64.tile_n);
-    wide += alike * ceil_div(args.d[i].cols, k192x128.tile_n);
+    wide += alike * ceil_div(args.d[i].cols, k128x128.tile_n);
   }
-  // With few rows narrow tiles spread the reading of weights over more SMs; but not where they need two rounds and wide
-  // ones a single one (16 x 64 rows, 768 columns: 24.3 and 23.0 us, H200).
-  const bool one_round = rows > 32 * groups && wide <= sm_count && sm_count < narrow;
-  return rows <= kFewRows * groups && !one_round && takes(k128x64, args) ? k128x64 : k192x128;
+  if (rows > kFewRows * groups || !takes(k128x64, args)) return k192x128;
+  const int64_t each = groups ? ceil_div(rows, groups) : 0;
+  const bool is_wide = few_rows_cost(k128x128, wide, each, sm_count) < few_rows_cost(k128x64, narrow, each, sm_count);
+  return is_wide ? k128x128 : k128x64;
 }
 
 bool takes(const Kernel &kernel, const gmm_args &args) {
@@ -167,7 +173,7 @@ bool takes(const Kernel &kernel, const gmm_args &args) {
   if ((&kernel == &kSwigluBackward) != (args.epilogue == GMM_EPILOGUE_SWIGLU_BACKWARD)) return false;
   const bool in_k = args.form == GMM_RAGGED_K || (args.form == GMM_LIST && first_is_column_major(args));
   if ((&kernel == &k128x192) != in_k) return false;
-  return &kernel != &k128x64 || !args.accumulate || args.d_dtype == GMM_FP32;
+  return (&kernel != &k128x64 && &kernel != &k128x128) || !args.accumulate || args.d_dtype == GMM_FP32;
 }
 
 int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count) {

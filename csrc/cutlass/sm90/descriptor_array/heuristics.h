@@ -25,9 +25,13 @@ inline constexpr int kMaxLaunches = 2;
 inline constexpr Kernel k192x128{
     "sm90_descriptor_array_192x128x64_pingpong_1x2", Family::kDescriptorArray, 192, 128, 64, 1, 2, true};
 
-// Few rows a group: the weights' traffic sets the time, and narrow tiles keep more SMs reading.
+// Few rows a group: the weights' traffic sets the time. Narrow tiles keep more SMs reading, wide ones read the tokens
+// less often.
 inline constexpr Kernel k128x64{
     "sm90_descriptor_array_128x64x64_pingpong_1x1", Family::kDescriptorArray, 128, 64, 64, 1, 1, true};
+
+inline constexpr Kernel k128x128{
+    "sm90_descriptor_array_128x128x64_pingpong_1x1", Family::kDescriptorArray, 128, 128, 64, 1, 1, true};
 
 // Tokens in K: wgrad.
 inline constexpr Kernel k128x192{
@@ -45,7 +49,7 @@ inline constexpr Kernel kSwigluBackward{"sm90_descriptor_array_192x128x64_pingpo
                                         2,
                                         true};
 
-inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x192, &kSwiglu, &kSwigluBackward};
+inline constexpr const Kernel *kKernels[] = {&k192x128, &k128x64, &k128x128, &k128x192, &kSwiglu, &kSwigluBackward};
 
 // How many launches the groups with a product take, and whether the one has small parameters.
 struct Launches {

@@ -2,13 +2,15 @@
 //   warps 0, 2            producers: TMA loads of P and of Q into a ring of stages (load.cuh)
 //   warp 1                scheduler: finds the next tile and hands it to the others (schedule.cuh)
 //   warp 3                runs the scheduler's way to the first tile ahead of it, as code that runs once costs most in
-//                         being fetched (0.7 us of a call, H200); then loads D, where it is added to in registers
+//                         being fetched (0.7 us of a call, H200); then loads D, where it is added to in registers, or
+//                         writes zeros where no product is (zeros.cuh)
 //   warpgroups 1 and 2    take turns; one multiplies (multiply.cuh) while the other stores its tile (store.cuh)
 // Two CTAs of a cluster take neighbouring tiles of P and share Q by multicast.
 #pragma once
 
 #include "cutlass/sm90/descriptor_array/multiply.cuh"
 #include "cutlass/sm90/descriptor_array/schedule.cuh"
+#include "cutlass/sm90/descriptor_array/zeros.cuh"
 
 namespace gmm::sm90::descriptor_array {
 
@@ -40,8 +42,11 @@ __global__ void __launch_bounds__(C::kThreads, 1) kernel(const __grid_constant__
     if (warp == 1 || warp == 3) schedule(params, shared, rank, warp == 3);
     if (threadIdx.x == 0) produce<C, true>(params, shared, rank);
     if (threadIdx.x == 64) produce<C, false>(params, shared, rank);
-    if constexpr (C::kLoadsD)
+    if constexpr (C::kLoadsD) {
       if (threadIdx.x == 96) load_d(params, shared);
+    } else {
+      if (warp == 3) write_zeros<C>(params);
+    }
   }
   // Not `else`: the compiler would put the consumers' code first, which is up to 90 KB long. Behind it, the way to the
   // first tile took 8.7 us, before it 3.5 (H200, rows).

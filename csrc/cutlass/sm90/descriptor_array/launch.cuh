@@ -42,6 +42,8 @@ template <class Element, class Out, bool BColumnMajor, bool Accumulates = false>
 using Rows192x128 = Config<Element, Out, false, BColumnMajor, 128, 192, 5, 2, 3, Accumulates>;
 template <class Element, class Out, bool BColumnMajor>
 using Rows128x64 = Config<Element, Out, false, BColumnMajor, 64, 128, 8, 1, 2>;
+template <class Element, class Out, bool BColumnMajor>
+using Rows128x128 = Config<Element, Out, false, BColumnMajor, 128, 128, 6, 1, 2>;
 template <class Element, class Out, bool Accumulates = false>
 using Tokens128x192 = Config<Element, Out, true, false, 128, 192, 5, kTokensCluster, 3, Accumulates>;
 template <class Element>
@@ -71,6 +73,9 @@ void launch_kernel(const Kernel &kernel, bool b_column_major, const Params &para
       if constexpr (kSmallParams && !kFp32)
         return b_column_major ? launch_config<Rows192x128<Element, Out, true, true>>(params, sm_count, stream)
                               : launch_config<Rows192x128<Element, Out, false, true>>(params, sm_count, stream);
+    } else if (&kernel == &k128x128 && (kFp32 || !params.accumulate)) {
+      return b_column_major ? launch_config<Rows128x128<Element, Out, true>>(params, sm_count, stream)
+                            : launch_config<Rows128x128<Element, Out, false>>(params, sm_count, stream);
     } else if (kFp32 || !params.accumulate) {
       return b_column_major ? launch_config<Rows128x64<Element, Out, true>>(params, sm_count, stream)
                             : launch_config<Rows128x64<Element, Out, false>>(params, sm_count, stream);

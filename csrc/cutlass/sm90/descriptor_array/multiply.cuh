@@ -129,17 +129,7 @@ CUTLASS_DEVICE void consume(const Params &params, SharedStorage<C> &shared, int 
     const Tile tile = read_tile(shared, pos);
     shared.tile_empty[pos % kTileRing].arrive();
     if (tile.group < 0) break;
-    if (tile.k_end == tile.k) {
-      NamedBarrier::sync(256, kMmaTurn + warpgroup);
-      NamedBarrier::arrive(256, kMmaTurn + (warpgroup ^ 1));
-      NamedBarrier::sync(256, kStoreTurn + warpgroup);
-      if constexpr (C::kEpilogue == GMM_EPILOGUE_NONE)
-        store_zeros(params, shared, tile, warpgroup);
-      else
-        store_zeros_swiglu(params, shared, tile, warpgroup);
-      __syncwarp();
-      NamedBarrier::arrive(256, kStoreTurn + (warpgroup ^ 1));
-    } else if constexpr (C::kTokensInK) {
+    if constexpr (C::kTokensInK) {
       if (tile.is_wide())
         compute_tile<C, 192>(params, shared, tile, warpgroup, pos);
       else

@@ -54,11 +54,19 @@ struct RaggedGroups {
 // With an epilogue's D of two halves, kMapD is the first.
 enum RaggedMap { kMapA, kMapB, kMapD, kMapOldD, kMapTailA, kMapTailB, kMapUpD, kMapGate, kMapUp, kRaggedMaps };
 
+// Rows of D, of 16-byte pieces, for those that have no product (zeros.cuh). In bytes.
+struct RowsOfD {
+  char *data;
+  int64_t ld, stride;  // between rows; between groups (tokens in K)
+  int64_t bytes;       // of a row
+};
+
 // Of gmm_epilogue, in a ragged form.
 struct SwigluParams {
   const float *weights;
   float *sums;
-  int keeps_h;
+  char *h;       // what the forward one keeps, or null
+  int64_t ld_h;  // bytes
 };
 
 // See counter.cuh.
@@ -80,6 +88,7 @@ struct ParamsOf {
   int tile_q;  // list form: extent of a tile along Q at most: rows of D; with tokens in K columns
   int accumulate;
   int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
+  RowsOfD d;      // ragged forms
   CUtensorMap maps[kMaps];
   GroupShape shapes[kGroups];
   SwigluParams swiglu;

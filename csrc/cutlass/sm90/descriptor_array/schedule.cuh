@@ -8,6 +8,7 @@
 
 #include "cutlass/sm90/descriptor_array/config.cuh"
 #include "cutlass/sm90/descriptor_array/counter.cuh"
+#include "cutlass/sm90/descriptor_array/ends.cuh"
 
 namespace gmm::sm90::descriptor_array {
 
@@ -144,19 +145,18 @@ class ListFinder {
 };
 
 // The ragged forms. A lane holds one of a window of 32 groups; passes over the windows find out the extent of a tile,
-// the time of the longest tile, and then the tiles of each time. Tokens in rows: one more group, of the rows after the
-// last end, makes them zero. Whatever stands before the first tile delays every call, and an instruction that runs once
-// costs most in being fetched: so the code is short, and has one place for all passes.
+// the time of the longest tile, and then the tiles of each time. Whatever stands before the first tile delays every
+// call, and an instruction that runs once costs most in being fetched: so the code is short, and has one place for all
+// passes.
 template <class C, class Params>
 class RaggedFinder {
  public:
   CUTLASS_DEVICE RaggedFinder(const Params &params, bool rehearses)
       : params_(params),
-        rehearses_(rehearses),
         ragged_(params.ragged),
-        groups_(params.groups + (!C::kTokensInK && !params.accumulate)),
-        sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups) {
-    if (rehearses) prefetch_ends();
+        sorted_(C::Cluster > 1 && params.groups <= kMaxSortedGroups),
+        ends_(params, rehearses) {
+    if (rehearses) ends_.prefetch();
   }
 
   // Tile number `t`. Called by a whole warp, with rising t.
@@ -165,10 +165,9 @@ class RaggedFinder {
       if (!next_window()) return false;
     const int in_window = t - window_begin_;
     const int lane = __ffs(__ballot_sync(~0u, tiles_end_ > in_window)) - 1;
-    const Place place{window_ + lane, __shfl_sync(~0u, begin_, lane), __shfl_sync(~0u, end_, lane),
+    const Place place{window_ + lane, __shfl_sync(~0u, ends_.begin, lane), __shfl_sync(~0u, ends_.end, lane),
                       __shfl_sync(~0u, q_tiles_, lane), in_window - __shfl_sync(~0u, tiles_end_ - tiles_, lane)};
-    const int k = place.group < params_.groups ? ragged_.k : 0;
-    tile = cut_tile<C>(place, ragged_.m, ragged_.n, k, rank);
+    tile = cut_tile<C>(place, ragged_.m, ragged_.n, ragged_.k, rank);
     return true;
   }
 
@@ -180,11 +179,11 @@ class RaggedFinder {
     window_begin_ += window_tiles_;
     window_tiles_ = 0;
     window_ += 32;
-    if (window_ >= groups_) {
+    if (window_ >= params_.groups) {
       if (!next_pass()) return false;
-      window_ = last_end_ = 0;
+      window_ = 0;
     }
-    if (groups_ > 32 || !have_ends_) load_ends();
+    if (params_.groups > 32 || !have_ends_) ends_.load(window_);
     have_ends_ = true;
     if (surveying_)
       survey();
@@ -206,45 +205,12 @@ class RaggedFinder {
     return true;
   }
 
-  // The end of group g, and with tokens in rows, of the rows after all groups; not yet clamped to the ends before. In a
-  // rehearsal the first group has all tokens.
-  CUTLASS_DEVICE int end_of(int g) const {
-    if (g >= params_.groups || rehearses_) return ragged_.total;
-    const int64_t end = ragged_.offs_int64 ? __ldg(static_cast<const long long *>(ragged_.offs) + g)
-                                           : __ldg(static_cast<const int *>(ragged_.offs) + g);
-    return int(max(int64_t(0), min(end, int64_t(ragged_.total))));
-  }
-
-  // Brings the first 32 lines of ends into the L2, all at once.
-  CUTLASS_DEVICE void prefetch_ends() const {
-    const int at = threadIdx.x % 32 * 128;
-    if (at < params_.groups * (ragged_.offs_int64 ? 8 : 4))
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(ragged_.offs) + at));
-  }
-
-  // Begin and end of the lane's group. Ends that decrease are raised to the greatest before.
-  CUTLASS_DEVICE void load_ends() {
-    const int lane = threadIdx.x % 32;
-    end_ = max(end_of(window_ + lane), last_end_);
-    int before = __shfl_up_sync(~0u, end_, 1);
-    if (__any_sync(~0u, lane > 0 && end_ < before)) {
-      CUTE_NO_UNROLL
-      for (int i = 1; i < 32; i *= 2) {
-        const int other = __shfl_up_sync(~0u, end_, i);
-        if (lane >= i) end_ = max(end_, other);
-      }
-      before = __shfl_up_sync(~0u, end_, 1);
-    }
-    begin_ = lane ? before : last_end_;
-    last_end_ = __shfl_sync(~0u, end_, 31);
-  }
-
   // Tokens in rows: a lane counts the row tiles of all groups for a choice of kMinRows + 16 * lane rows a tile. A last
   // lane counts the rows, in units of 16.
   static constexpr int kMinRows = C::TileQ / 2, kChoices = (C::TileQ - kMinRows) / 16 + 1, kOverheadRows = 20;
 
   CUTLASS_DEVICE void survey() {
-    const int lane = threadIdx.x % 32, size = window_ + lane < params_.groups ? end_ - begin_ : 0;
+    const int lane = threadIdx.x % 32, size = window_ + lane < params_.groups ? ends_.end - ends_.begin : 0;
     if constexpr (C::kTokensInK) {
       surveyed_ += __popc(__ballot_sync(~0u, size > 0));  // groups with tokens
       next_time_ = max(next_time_, __reduce_max_sync(~0u, time_in_k(size)));
@@ -300,16 +266,18 @@ class RaggedFinder {
 
   // The tiles of the lane's group in this pass, and of the lanes before.
   CUTLASS_DEVICE void count_tiles() {
-    const int size = end_ - begin_, lane = threadIdx.x % 32;
+    const int size = ends_.end - ends_.begin, lane = threadIdx.x % 32;
     int time = 0, tiles = 0;
-    if constexpr (C::kTokensInK) {
-      q_tiles_ = q_tiles_of<C>(ragged_.n, tile_q_);
-      if (window_ + lane < params_.groups && (size > 0 || !params_.accumulate)) tiles = tiles_in_k(tile_q_);
-      time = time_in_k(size);
-    } else if (window_ + lane < groups_ && size > 0) {
-      q_tiles_ = q_tiles_of<C>(size, tile_q_);
-      tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles_);
-      if (window_ + lane < params_.groups) time = ceil_divide((size + 15) / 16, q_tiles_);
+    if (window_ + lane < params_.groups && size > 0 && (C::kTokensInK || ragged_.k > 0)) {
+      if constexpr (C::kTokensInK) {
+        q_tiles_ = q_tiles_of<C>(ragged_.n, tile_q_);
+        tiles = tiles_in_k(tile_q_);
+        time = time_in_k(size);
+      } else {
+        q_tiles_ = q_tiles_of<C>(size, tile_q_);
+        tiles = cluster_tiles<C>((ragged_.n + C::TileP - 1) / C::TileP, q_tiles_);
+        time = ceil_divide((size + 15) / 16, q_tiles_);
+      }
     }
     if (!sorted_) time = 0;
     next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
@@ -324,9 +292,7 @@ class RaggedFinder {
   }
 
   const Params &params_;
-  const bool rehearses_;
   const RaggedGroups &ragged_;
-  const int groups_;
   const bool sorted_;                // the groups come in order of their times; else all count as 0
   bool surveying_ = C::Cluster > 1;  // narrow tiles have one extent
   int tile_q_ = C::TileQ;
@@ -334,10 +300,10 @@ class RaggedFinder {
   int time_ = 0;                                            // of the tiles that this pass takes
   int next_time_ = -1;                                      // the longest below, of the groups that this pass has seen
   int window_ = -32, window_begin_ = 0, window_tiles_ = 0;  // first group, number of its first tile, tiles
-  int last_end_ = 0;                                        // of the window before
+  Ends<Params> ends_;
   bool have_ends_ = false;
-  int begin_ = 0, end_ = 0, q_tiles_ = 0;  // the lane's group, and its tiles along Q
-  int tiles_ = 0, tiles_end_ = 0;          // its tiles in this pass; and with those of lower lanes
+  int q_tiles_ = 0;                // of the lane's group, along Q
+  int tiles_ = 0, tiles_end_ = 0;  // its tiles in this pass; and with those of lower lanes
 };
 
 // The counter's next number, for all CTAs of the cluster, in the warp's first lane. `index`: how many came before.

@@ -242,20 +242,4 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
   }
 }
 
-// A tile without a product: zeros, from one chunk.
-template <class C, class Params>
-CUTLASS_DEVICE void store_zeros(const Params &params, SharedStorage<C> &shared, const Tile &tile, int warpgroup) {
-  using Chunk = typename C::DChunk;
-  constexpr int kChunkQ = C::kTokensInK ? Chunk::kColumns : Chunk::kRows;
-  auto *zeros = reinterpret_cast<uint128_t *>(shared.d[0]);
-  for (int i = threadIdx.x % 128; i < int(sizeof(shared.d[0]) / 16); i += 128) zeros[i] = uint128_t{};
-  tma_store_fence();
-  NamedBarrier::sync(128, kEpilogue + warpgroup);
-  if (threadIdx.x % 128 != 0) return;
-  const Destination<C> to = destination<C>(params, tile, false);
-  for (int p = 0; p < C::TileP; p += 64)
-    for (int q = 0; q < tile.q_end - tile.q; q += kChunkQ) to.store(shared.d[0], tile, p, q);
-  tma_store_wait<0>();
-}
-
 }  // namespace gmm::sm90::descriptor_array

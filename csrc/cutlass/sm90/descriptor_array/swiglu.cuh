@@ -99,7 +99,7 @@ CUTLASS_DEVICE void store_swiglu(const Params &params, SharedStorage<C> &shared,
   using Out = typename C::Out;
   static_assert(C::kMmas == 2 && C::Chunks == 3 && C::TileQ <= 192 && C::DChunk::kRows == 64);
   if (tile.q == tile.q_end) return;
-  const bool leader = threadIdx.x % 128 == 0, keeps = params.swiglu.keeps_h;
+  const bool leader = threadIdx.x % 128 == 0, keeps = params.swiglu.h;
   const int lane = threadIdx.x % 32;
   const RowBoxes boxes{tile, params.ragged.total};
   const Rounded<Out, Q> product(acc);
@@ -249,41 +249,6 @@ CUTLASS_DEVICE void store_swiglu_backward(const Params &params, SharedStorage<C>
     compiler_fence();
     tma_store_wait<0>();  // chunks are free for the other warpgroup
   }
-}
-
-// The rows of no group: zeros.
-template <class C, class Params>
-CUTLASS_DEVICE void store_zeros_swiglu(const Params &params, SharedStorage<C> &shared, const Tile &tile,
-                                       int warpgroup) {
-  constexpr bool kForward = C::kEpilogue == GMM_EPILOGUE_SWIGLU;
-  constexpr int kTokens = kForward ? C::DChunk::kRows : kBoxRowsBackward;
-  auto *zeros = reinterpret_cast<uint128_t *>(shared.d[0]);
-  for (int i = threadIdx.x % 128; i < int(sizeof(shared.d[0]) / 16); i += 128) zeros[i] = uint128_t{};
-  tma_store_fence();
-  NamedBarrier::sync(128, kEpilogue + warpgroup);
-  const RowBoxes boxes{tile, params.ragged.total};
-  const int rows = tile.q_end - tile.q;
-  if (!kForward && params.swiglu.sums) {
-    float *sums = params.swiglu.sums + int64_t(tile.p / C::TileP) * 4 * params.ragged.total + tile.q;
-    for (int i = threadIdx.x % 128; i < rows * 4; i += 128) sums[int64_t(i % 4) * params.ragged.total + i / 4] = 0.f;
-  }
-  if (threadIdx.x % 128 != 0) return;
-  for (int token = 0; token < rows; token += kTokens) {
-    const auto store = [&](RaggedMap map, int column) { boxes.store(params.maps[map], shared.d[0], column, token); };
-    if constexpr (kForward) {
-      store(kMapD, tile.p / 2);
-      if (!params.swiglu.keeps_h) continue;
-      store(kMapGate, tile.p / 2);
-      store(kMapUp, tile.p / 2);
-    } else {
-      for (int column = tile.p; column < min(tile.p + C::TileP, params.ragged.n); column += 64) {
-        store(kMapD, column);
-        store(kMapUpD, column);
-      }
-    }
-  }
-  tma_store_arrive();
-  tma_store_wait<0>();
 }
 
 }  // namespace gmm::sm90::descriptor_array
