@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_zeros_where_no_product_is(mode: str, out_dtype: torch.dtype, counts: li
     require("cutlass")
     ends = ends_of(counts)
     ends[35] = max(ends[35] - 9, 0)
-    a, b, offs = operands(mode, ends, 300, 136, 64, BF16, CUDA, total=1000)
+    a, b, offs = operands(mode, ends, 304, 136, 64, BF16, CUDA, total=1000)
     shape = out_shape(a, b, offs)
     guard = torch.full((*shape[:-1], 152), -7.0, dtype=out_dtype, device=CUDA)
     out = guard[..., :136]
@@ -421,10 +422,12 @@ def test_never_slower_than_a_loop_row_21() -> None:
                 torch.mm(a, b, out=o)
 
         backends = ["triton", *(["cutlass"] if torch.cuda.get_device_capability() == (9, 0) else [])]
-        loop_ms = do_bench(loop)
         for backend in backends:
-            ours = do_bench(lambda: gmm.grouped_mm(x, w, offs, out=out, backend=backend))  # noqa: B023
-            assert ours <= 1.05 * loop_ms, f"{backend}: {ours:.3f} ms, loop {loop_ms:.3f} ms"
+            ours = partial(gmm.grouped_mm, x, w, offs, out=out, backend=backend)
+            # In turns, as the clock falls while the GPU warms up.
+            times = [(do_bench(loop, rep=30), do_bench(ours, rep=30)) for _ in range(5)]
+            loop_ms, ours_ms = map(statistics.median, zip(*times, strict=True))
+            assert ours_ms <= 1.05 * loop_ms, f"{backend}: {ours_ms:.3f} ms, loop {loop_ms:.3f} ms"
 
 
 def test_the_faster_backend_is_chosen_row_39() -> None:
