@@ -100,15 +100,17 @@ def layers() -> str:
         "torch": "torch's operations alone",
     }
     lines = [
-        f"Permute, gate and up, SwiGLU, down, unpermute, forward and backward, bf16; milliseconds, and GiB at the peak "
-        f"({results['gpu']}, torch {results['torch']}, {results['date']}). Permute and unpermute run at "
+        "Permute, gate and up, SwiGLU, down, unpermute, forward and backward, bf16; milliseconds, and GiB at the peak; "
+        f"and the experts alone, on sorted tokens ({results['gpu']}, torch {results['torch']}, {results['date']}). "
+        f"Permute and unpermute run at "
         f"{of_copy(results['rows'])} % of a copy's bandwidth.",
         "",
-        f"| layer | {' | '.join(names.values())} |",
-        "|---" * (1 + len(names)) + "|",
+        f"| layer | {' | '.join(names.values())} | experts alone: gmm | the products by `torch._grouped_mm` |",
+        "|---" * (3 + len(names)) + "|",
     ]
     for row in results["rows"]:
         cells = [f"{row['layer_ms'][m]:.2f} ({row['peak_gib'][m]:.2f})" for m in names]
+        cells += [f"{ms:.2f}" for ms in row["experts_ms"].values()]
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     if hf := results["hugging_face"]:
         cells = [f'`"{m}"` {hf["ms"][m]:.2f} ms, {hf["peak_gib"][m]:.2f} GiB' for m in hf["ms"]]
