@@ -99,18 +99,18 @@ def layers() -> str:
         "torch products": "the products by `torch._grouped_mm`",
         "torch": "torch's operations alone",
     }
+    alone = ("gmm", "torch products")
     lines = [
         "Permute, gate and up, SwiGLU, down, unpermute, forward and backward, bf16; milliseconds, and GiB at the peak; "
         f"and the experts alone, on sorted tokens ({results['gpu']}, torch {results['torch']}, {results['date']}). "
-        f"Permute and unpermute run at "
-        f"{of_copy(results['rows'])} % of a copy's bandwidth.",
+        f"Permute and unpermute run at {of_copy(results['rows'])} % of a copy's bandwidth.",
         "",
-        f"| layer | {' | '.join(names.values())} | experts alone: gmm | the products by `torch._grouped_mm` |",
-        "|---" * (3 + len(names)) + "|",
+        f"| layer | {' | '.join(names.values())} | {' | '.join(f'experts alone: {names[m]}' for m in alone)} |",
+        "|---" * (1 + len(names) + len(alone)) + "|",
     ]
     for row in results["rows"]:
         cells = [f"{row['layer_ms'][m]:.2f} ({row['peak_gib'][m]:.2f})" for m in names]
-        cells += [f"{ms:.2f}" for ms in row["experts_ms"].values()]
+        cells += [f"{row['experts_ms'][m]:.2f}" for m in alone]
         lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     if hf := results["hugging_face"]:
         cells = [f'`"{m}"` {hf["ms"][m]:.2f} ms, {hf["peak_gib"][m]:.2f} GiB' for m in hf["ms"]]

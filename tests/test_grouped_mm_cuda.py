@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from check import CANARY
 from conftest import Target
 from grouped_cases import BF16, FP16, FP32, MODES, compare, ends_of, expected, guarded_out, operands, out_shape, run
 from torch import Tensor
@@ -80,7 +81,7 @@ def test_zeros_where_no_product_is(mode: str, out_dtype: torch.dtype, counts: li
     ends[35] = max(ends[35] - 9, 0)
     a, b, offs = operands(mode, ends, 304, 136, 64, BF16, CUDA, total=1000)
     shape = out_shape(a, b, offs)
-    guard = torch.full((*shape[:-1], 152), -7.0, dtype=out_dtype, device=CUDA)
+    guard = torch.full((*shape[:-1], 152), CANARY, dtype=out_dtype, device=CUDA)
     out = guard[..., :136]
     out.fill_(float("nan"))
     a = a.t().contiguous().t() if mode == "ragged_k" else a
@@ -88,8 +89,8 @@ def test_zeros_where_no_product_is(mode: str, out_dtype: torch.dtype, counts: li
     exact, bound = expected(a, b, offs.cummax(0).values.int(), out.clone(), None, False, False)
     gmm.grouped_mm(a, b, offs, out=out, backend="cutlass")
     compare(out, exact, bound)
-    out.fill_(-7.0)
-    assert (guard == -7.0).all(), "written outside of out"
+    out.fill_(CANARY)
+    assert (guard == CANARY).all(), "written outside of out"
 
 
 @pytest.mark.parametrize("form", ("grouped_mm", "list"))

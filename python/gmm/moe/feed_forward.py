@@ -169,9 +169,7 @@ class GatedProduct(torch.autograd.Function):
         return h, y
 
     @staticmethod
-    def backward(ctx: Any, dh: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        if dh is None:
-            return (None,) * 8
+    def backward(ctx: Any, dh: Tensor, _: None) -> tuple[Tensor | None, ...]:
         x, gate_up, offs = ctx.saved_tensors
         needs_x, needs_gate_up = ctx.needs_input_grad[:2]
         dx = dgate_up = None

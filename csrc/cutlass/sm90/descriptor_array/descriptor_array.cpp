@@ -9,6 +9,7 @@
 #include "cutlass/sm90/descriptor_array/encode.h"
 #include "cutlass/sm90/descriptor_array/heuristics.h"
 #include "cutlass/sm90/descriptor_array/params.h"
+#include "cutlass/sm90/tma.h"
 
 namespace gmm::sm90::descriptor_array {
 namespace {
@@ -64,7 +65,7 @@ void encode_rows_of_d(const gmm_args &args, const Encoder &encoder, const gmm_ma
 class Batch {
  public:
   explicit Batch(const Launch &launch)
-      : launch_(launch), d_bytes_(launch.args.d_dtype == GMM_FP32 ? 4 : 2), maps_of_d_(1 + reads_d(launch.args)) {
+      : launch_(launch), d_bytes_(bytes_of(launch.args.d_dtype)), maps_of_d_(1 + reads_d(launch.args)) {
     params_.groups = 0;
     params_.ragged.offs = nullptr;
   }
@@ -228,7 +229,7 @@ void run_ragged(const Launch &launch) {
   params.groups = args.num_groups;
   params.ragged = {args.offs,   args.offs_int64, int(launch.tokens_in_k() ? a.cols : a.rows), int(d.rows),
                    int(b.cols), int(a.cols),     args.bias ? args.bias[0] : nullptr,          args.stride_bias};
-  const int d_bytes = args.d_dtype == GMM_FP32 ? 4 : 2;
+  const int d_bytes = bytes_of(args.d_dtype);
   params.d = {static_cast<char *>(d.data), d.ld * d_bytes, args.stride_d * d_bytes, d.cols * d_bytes};
   if (launch.tokens_in_k()) {
     const void *a_data = a.data ? a.data : d.data, *b_data = b.data ? b.data : d.data;  // no tokens: no address to read

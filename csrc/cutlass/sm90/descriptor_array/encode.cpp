@@ -9,6 +9,7 @@
 
 #include "core/error.h"
 #include "cutlass/sm90/descriptor_array/params.h"
+#include "cutlass/sm90/tma.h"
 
 namespace gmm::sm90::descriptor_array {
 namespace {
@@ -96,7 +97,7 @@ cuuint64_t extent(int64_t elements) { return cuuint64_t(std::max<int64_t>(elemen
 Encoder::Encoder(gmm_dtype ab_dtype, gmm_dtype d_dtype)
     : ab_type_(ab_dtype == GMM_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16),
       d_type_(d_dtype == GMM_FP32 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : ab_type_),
-      d_bytes_(d_dtype == GMM_FP32 ? 4 : 2) {}
+      d_bytes_(bytes_of(d_dtype)) {}
 
 void Encoder::load_rows(CUtensorMap *map, const gmm_matrix &a, int box_rows) const {
   encode<2>(map, ab_type_, a.data, {extent(a.cols), extent(a.rows)}, {stride_bytes(a.ld, 2)},

@@ -72,7 +72,8 @@ bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
 }
 
 // Up to so many rows a group, reading the weights takes the time: no multicast, but narrower tiles or more stages. At
-// 64 rows those are 2 to 6 % ahead of the wide tiles, at 90 rows 4 % behind (768 to 5760 columns, H200).
+// 64 rows those are 2 to 6 % ahead of the wide tiles, at 90 rows of 128 groups 4 % behind and at 96 of 8 groups 2 %
+// ahead (768 to 5760 columns, H200).
 constexpr int kFewRows = 80;
 
 // Few rows: what comes into an SM for a block of K, in lines, with tiles of that kernel; `tiles` of a row tile each.
