@@ -94,6 +94,32 @@ def test_zeros_where_no_product_is(mode: str, out_dtype: torch.dtype, counts: li
 
 
 @pytest.mark.parametrize("form", ("grouped_mm", "list"))
+@pytest.mark.parametrize("groups", (30, 100))
+@pytest.mark.parametrize("mode", ("ragged_m", "ragged_k"))
+def test_tiles_from_both_ends(mode: str, groups: int, form: str) -> None:
+    """Some clusters begin with the groups that have few tokens and go on until they meet the others. One and more
+    windows of 32 groups, columns of which the last tile has no neighbour, and ends that decrease."""
+    require("cutlass")
+    counts = ([900, 33, 700, 80, 1, 0] * groups)[:groups]
+    ends = ends_of(counts)
+    if form == "grouped_mm":
+        ends[7] -= 40
+    a, b, offs = operands(mode, ends, 640, 640, 256, BF16, CUDA)
+    a = a.t().contiguous().t() if mode == "ragged_k" else a
+    assert offs is not None
+    out = torch.full(out_shape(a, b, offs), float("nan"), dtype=BF16, device=CUDA)
+    exact, bound = expected(a, b, offs.cummax(0).values.int(), out.clone(), None, False, False)
+    if form == "grouped_mm":
+        gmm.grouped_mm(a, b, offs, out=out, backend="cutlass")
+    elif mode == "ragged_m":
+        gmm.multi_tensor_gemm(a.split(counts), b.unbind(), out.split(counts), backend="cutlass")
+    else:
+        gmm.multi_tensor_gemm(a.split(counts, 1), b.split(counts), out.unbind(), backend="cutlass")
+    compare(out, exact, bound)
+    assert "descriptor_array" in (gmm.last_backend() or ""), gmm.last_backend()
+
+
+@pytest.mark.parametrize("form", ("grouped_mm", "list"))
 def test_counter_of_tiles_in_dirty_memory(form: str) -> None:
     """CUTLASS's clusters share a counter in the workspace, where groups are uneven. What the memory held before is
     nothing to it, nor are other calls, other streams and replays."""

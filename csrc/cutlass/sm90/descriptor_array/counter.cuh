@@ -1,4 +1,4 @@
-// The number of the next tile, shared by the clusters of one launch.
+// The next tiles, shared by the clusters of one launch, which take them from either end of the schedule.
 //
 // It lies in the call's workspace, which nobody has cleared: what is there may be anything, and a launch that cleared
 // it would be a second one. So the first cluster opens it under a tag that no other launch has ever had, and counts
@@ -12,7 +12,7 @@
 
 namespace gmm::sm90::descriptor_array {
 
-// The tag, and below the high half of it the number that the count began with.
+// The tag, and what the count began with.
 struct Word {
   uint64_t low, high;
 
@@ -41,6 +41,11 @@ CUTLASS_DEVICE Word compare_and_swap(uint64_t *at, const Word &expected, const W
   return seen;
 }
 
+// Tiles that were taken.
+struct Taken {
+  int front, back;
+};
+
 // For one thread of a cluster.
 class Counter {
  public:
@@ -54,25 +59,30 @@ class Counter {
     Word seen = load(counter_.workspace);
     for (int i = 0; !first && !is_open(seen) && i < kPatience; ++i) seen = load(counter_.workspace);
     while (!is_open(seen)) {
-      const Word opened{counter_.tag, uint64_t(counter_.tag_high) << 32 | __ldcg(next())};
+      const Word opened{counter_.tag, __ldcg(next())};
       const Word before = compare_and_swap(counter_.workspace, seen, opened);
       seen = before == seen ? opened : before;
     }
-    first_ = uint32_t(seen.high);
+    first_ = seen.high;
   }
 
-  CUTLASS_DEVICE int take() const { return int(atomicAdd(next(), 1u) - first_); }
+  // Those before this one.
+  CUTLASS_DEVICE Taken take(bool at_back) const {
+    const uint64_t taken = atomicAdd(next(), at_back ? 1ull << 32 : 1ull) - first_;
+    return {int(uint32_t(taken)), int(taken >> 32)};
+  }
 
   CUTLASS_DEVICE void close() const { counter_.workspace[0] = 0; }
 
  private:
-  CUTLASS_DEVICE bool is_open(const Word &word) const {
-    return word.low == counter_.tag && word.high >> 32 == counter_.tag_high;
+  CUTLASS_DEVICE bool is_open(const Word &word) const { return word.low == counter_.tag; }
+  // The tiles taken from the back in the high half, which those from the front never reach.
+  CUTLASS_DEVICE unsigned long long *next() const {
+    return reinterpret_cast<unsigned long long *>(counter_.workspace + 2);
   }
-  CUTLASS_DEVICE unsigned *next() const { return reinterpret_cast<unsigned *>(counter_.workspace + 2); }
 
   const TileCounter &counter_;
-  uint32_t first_ = 0;
+  uint64_t first_ = 0;
 };
 
 }  // namespace gmm::sm90::descriptor_array

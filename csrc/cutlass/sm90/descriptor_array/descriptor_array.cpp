@@ -16,9 +16,8 @@ namespace {
 
 // A tag that no launch has had, in this process or another.
 TileCounter new_counter(void *workspace) {
-  static const uint32_t process = std::random_device()();
-  static std::atomic<uint64_t> launches{uint64_t(std::random_device()()) << 32 | 1};
-  return {static_cast<uint64_t *>(workspace), launches.fetch_add(1), process};
+  static std::atomic<uint64_t> launches{uint64_t(std::random_device()()) << 32 | std::random_device()() | 1};
+  return {static_cast<uint64_t *>(workspace), launches.fetch_add(1)};
 }
 
 // What every launch of a call shares.
@@ -27,7 +26,7 @@ struct Launch {
   const Kernel &kernel;
   Encoder encoder;
   void *workspace;
-  int tile_q, sm_count;
+  int tile_q, few_tokens, sm_count;
   cudaStream_t stream;
 
   bool tokens_in_k() const { return &kernel == &k128x192; }
@@ -38,6 +37,7 @@ struct Launch {
     params.tile_q = tile_q;
     params.accumulate = args.accumulate;
     params.add_in_l2 = kAddInL2;
+    params.few_tokens = few_tokens;
     const bool d_fp32 = args.d_dtype == GMM_FP32;
     if constexpr (std::is_same_v<Params, SmallParams>) {
       if (args.epilogue)
@@ -107,6 +107,7 @@ class Batch {
       std::copy_n(params_.shapes, params_.groups, params.shapes);
       params.ragged = params_.ragged;
       params.groups = params_.groups;
+      params.clusters_at_back = params_.clusters_at_back;
       launch_(b_column_major, params);
     } else {
       launch_(b_column_major, params_);
@@ -162,7 +163,19 @@ class Batch {
       for (int i = 0; i < groups; ++i) params_.shapes[i] = shapes[uint16_t(order[i])];
     }
     int64_t tiles = 0;
-    for (int i = 0; i < groups; ++i) params_.shapes[i].tiles_end = int(tiles += cluster_tiles(params_.shapes[i]));
+    double work = 0, few_work = 0;  // relative to the columns and K of the groups, as these may differ here
+    for (int i = 0; i < groups; ++i) {
+      GroupShape &shape = params_.shapes[i];
+      shape.tiles_end = int(tiles += cluster_tiles(shape));
+      const bool in_k = launch_.tokens_in_k();
+      const int tokens = in_k ? shape.k : shape.m;
+      const double mine = double(tokens + kTileOverhead) * shape.n * (in_k ? shape.m : shape.k);
+      work += mine;
+      if (tokens <= launch_.few_tokens) few_work += mine;
+    }
+    const int cluster = launch_.kernel.cluster_m * launch_.kernel.cluster_n, clusters = launch_.sm_count / cluster;
+    params_.clusters_at_back =
+        cluster > 1 && tiles >= clusters ? choose_clusters_at_back(clusters, float(few_work), float(work)) : 0;
   }
 
   // Tiles of a cluster: pairs along one dimension of D, and a last one without a neighbour shared by two along the
@@ -261,6 +274,7 @@ void run(const gmm_args &args, const Plan &plan, void *workspace, int sm_count, 
                       Encoder(args.ab_dtype, args.d_dtype),
                       workspace,
                       args.form == GMM_LIST ? choose_tile_q(args, kernel, sm_count) : 0,
+                      few_tokens(args, kernel),
                       sm_count,
                       stream};
   args.form == GMM_LIST ? run_list(launch) : run_ragged(launch);

@@ -23,12 +23,12 @@ class Ends {
       asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char *>(ragged_.offs) + at));
   }
 
-  // The window that begins with group `first`: 0, or the one after the window before. Ends that decrease are raised to
-  // the greatest before.
+  // The window that begins with group `first`: 0, or the one after the window before; or, of the first 32 windows, one
+  // that was loaded before. Ends that decrease are raised to the greatest before.
   CUTLASS_DEVICE void load(int first) {
-    if (first == 0) last_ = 0;
-    const int lane = threadIdx.x % 32;
-    end = max(end_of(first + lane), last_);
+    const int lane = threadIdx.x % 32, window = first / 32;
+    const int last = first ? __shfl_sync(~0u, last_, window - 1) : 0;
+    end = max(end_of(first + lane), last);
     int before = __shfl_up_sync(~0u, end, 1);
     if (__any_sync(~0u, lane > 0 && end < before)) {
       CUTE_NO_UNROLL
@@ -38,8 +38,9 @@ class Ends {
       }
       before = __shfl_up_sync(~0u, end, 1);
     }
-    begin = lane ? before : last_;
-    last_ = __shfl_sync(~0u, end, 31);
+    begin = lane ? before : last;
+    const int last_end = __shfl_sync(~0u, end, 31);
+    if (lane == (window & 31)) last_ = last_end;
   }
 
  private:
@@ -53,7 +54,7 @@ class Ends {
   const Params &params_;
   const RaggedGroups &ragged_;
   const bool rehearses_;
-  int last_ = 0;  // the last end of the window before
+  int last_ = 0;  // of the window that has the lane's number, modulo 32, the last end
 };
 
 }  // namespace gmm::sm90::descriptor_array

@@ -71,11 +71,6 @@ bool accepts_list(const gmm_args &args, Launches &launches, std::string *why) {
   return true;
 }
 
-// Up to so many rows a group, reading the weights takes the time: no multicast, but narrower tiles or more stages. At
-// 64 rows those are 2 to 6 % ahead of the wide tiles, at 90 rows of 128 groups 4 % behind and at 96 of 8 groups 2 %
-// ahead (768 to 5760 columns, H200).
-constexpr int kFewRows = 80;
-
 // Few rows: what comes into an SM for a block of K, in lines, with tiles of that kernel; `tiles` of a row tile each.
 int64_t few_rows_cost(const Kernel &kernel, int64_t tiles, int64_t rows_of_group, int sm_count) {
   return ceil_div(tiles, sm_count) * (kernel.tile_n + rows_of_group);
@@ -175,6 +170,11 @@ bool takes(const Kernel &kernel, const gmm_args &args) {
   const bool in_k = args.form == GMM_RAGGED_K || (args.form == GMM_LIST && first_is_column_major(args));
   if ((&kernel == &k128x192) != in_k) return false;
   return (&kernel != &k128x64 && &kernel != &k128x128) || !args.accumulate || args.d_dtype == GMM_FP32;
+}
+
+int few_tokens(const gmm_args &args, const Kernel &kernel) {
+  constexpr int kPerByte = 96;  // of an element of D
+  return &kernel == &k128x192 ? kPerByte * bytes_of(args.d_dtype) : kFewRows;
 }
 
 int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count) {

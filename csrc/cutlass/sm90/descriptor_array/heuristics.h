@@ -85,6 +85,21 @@ bool continues(const gmm_matrix &previous, const gmm_matrix &next, int element_b
 // cut into equal tiles of at most that. Tokens in K: columns of D. In the ragged forms the kernel chooses.
 int choose_tile_q(const gmm_args &args, const Kernel &kernel, int sm_count);
 
+// Up to so many rows a group, reading the weights takes the time: no multicast, but narrower tiles or more stages. At
+// 64 rows those are 2 to 6 % ahead of the wide tiles, at 90 rows of 128 groups 4 % behind and at 96 of 8 groups 2 %
+// ahead (768 to 5760 columns, H200).
+inline constexpr int kFewRows = 80;
+
+// Up to so many tokens a group, a tile takes as long as its memory traffic: of the weights, or with tokens in K of D.
+int few_tokens(const gmm_args &args, const Kernel &kernel);
+
+// How many clusters take tiles from the back of the schedule, where those with few tokens are: of all, the part that
+// these are of the work, but half at most. A tile's work is its tokens and kTileOverhead. In the kernel, too.
+inline constexpr int kTileOverhead = 256;
+constexpr int choose_clusters_at_back(int clusters, float few_work, float work) {
+  return work > 0 ? int(float(clusters) * (few_work < work / 2 ? few_work / work : .5f) + .5f) : 0;
+}
+
 // Tokens of a group from which on the L2 adds the product to D (TMA reduction), not the kernel. Measured with the
 // prototype alone, in TFLOP/s on an H200, fp32 D: 704 by the L2 and 670 by the kernel with large groups, 311 and 397
 // with small ones.

@@ -100,6 +100,7 @@ CUTLASS_DEVICE void compute_tile(const Params &params, SharedStorage<C> &shared,
     store_tile<C, Q>(params, shared, tile, warpgroup, pos, acc);
   __syncwarp();
   NamedBarrier::arrive(256, kStoreTurn + (warpgroup ^ 1));
+  if (!C::kEpilogue && threadIdx.x % 128 == 0) free_last_chunks<C, Q>(shared, pos);
 }
 
 // The kernel has code for every multiple of 16 rows; each has accumulators of its own, because sharing them between

@@ -72,8 +72,7 @@ struct SwigluParams {
 // See counter.cuh.
 struct TileCounter {
   uint64_t *workspace;  // kWorkspaceBytes
-  uint64_t tag;         // with tag_high no other launch's; not 0
-  uint32_t tag_high;
+  uint64_t tag;         // no other launch's; not 0
 };
 
 // Maps, by operand. Tokens in rows: A (K, rows); B (K, N, batch), or (N, K, batch) when it is row-major; D (N, rows,
@@ -87,8 +86,10 @@ struct ParamsOf {
   int groups;
   int tile_q;  // list form: extent of a tile along Q at most: rows of D; with tokens in K columns
   int accumulate;
-  int add_in_l2;  // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
-  RowsOfD d;      // ragged forms
+  int few_tokens;        // ragged forms: see heuristics.h
+  int clusters_at_back;  // list form: see schedule.cuh
+  int add_in_l2;         // tokens in K, accumulating: from so many tokens on D is added to by the L2, not by the kernel
+  RowsOfD d;             // ragged forms
   CUtensorMap maps[kMaps];
   GroupShape shapes[kGroups];
   SwigluParams swiglu;

@@ -4,6 +4,10 @@
 // come in order of the time that one of their tiles takes, the longest first, so that the clusters end together, and
 // those that share operands in L2 are at the same place of K. In the list form the host has sorted them, in the ragged
 // forms the warp makes one pass over the groups for each time that occurs.
+//
+// A tile with few tokens takes as long as its memory traffic, and all of those at the end would leave the tensor cores
+// idle, as memory was before. So some clusters begin at the back, with the shortest, and go on until they meet the
+// others.
 #pragma once
 
 #include "cutlass/sm90/descriptor_array/config.cuh"
@@ -116,38 +120,48 @@ CUTLASS_DEVICE Tile cut_tile(const Place &place, int m, int n, int k, int rank) 
 template <class C, class Params>
 class ListFinder {
  public:
-  CUTLASS_DEVICE explicit ListFinder(const Params &params) : params_(params) {}
+  CUTLASS_DEVICE explicit ListFinder(const Params &params)
+      : params_(params), at_back_(int(blockIdx.x) / C::Cluster < params.clusters_at_back) {}
 
-  // Tile number `t`. Called by a whole warp, with rising t.
+  // How many clusters take tiles from the back, and whether this one does.
+  CUTLASS_DEVICE int clusters_at_back() const { return params_.clusters_at_back; }
+  CUTLASS_DEVICE bool at_back() const { return at_back_; }
+
+  // Tile number `t` from its end, which clusters_at_back() precede at the front; none if it is negative. Called by a
+  // whole warp, with rising t.
   CUTLASS_DEVICE bool find(int t, int rank, Tile &tile) {
+    if (t < 0) return false;
     const int lane = threadIdx.x % 32;
+    const int number = at_back_ ? total() - 1 - t : t - params_.clusters_at_back;
+    if (at_back_) window_ = 0;
     for (;; window_ += 32) {
       if (window_ >= params_.groups) return false;
       const int g = window_ + lane;
-      const uint32_t after = __ballot_sync(~0u, g < params_.groups && params_.shapes[g].tiles_end > t);
+      const uint32_t after = __ballot_sync(~0u, g < params_.groups && params_.shapes[g].tiles_end > number);
       if (!after) continue;
       const int group = window_ + __ffs(after) - 1;
       const GroupShape &shape = params_.shapes[group];
       const int begin = C::kTokensInK ? 0 : shape.row_d, size = C::kTokensInK ? shape.k : shape.m;
       const int q_tiles = q_tiles_of<C>(C::kTokensInK ? shape.n : size, params_.tile_q);
-      const Place place{group, begin, begin + size, q_tiles, t - (group ? params_.shapes[group - 1].tiles_end : 0)};
+      const Place place{group, begin, begin + size, q_tiles,
+                        number - (group ? params_.shapes[group - 1].tiles_end : 0)};
       tile = cut_tile<C>(place, shape.m, shape.n, shape.k, rank);
       return true;
     }
   }
 
-  // All tiles, once find() has returned false.
   CUTLASS_DEVICE int total() const { return params_.shapes[params_.groups - 1].tiles_end; }
 
  private:
   const Params &params_;
+  const bool at_back_;
   int window_ = 0;  // the first group to look at
 };
 
 // The ragged forms. A lane holds one of a window of 32 groups; passes over the windows find out the extent of a tile,
-// the time of the longest tile, and then the tiles of each time. Whatever stands before the first tile delays every
-// call, and an instruction that runs once costs most in being fetched: so the code is short, and has one place for all
-// passes.
+// the time of the longest tile and which part of the work has few tokens, and then the tiles of each time. Whatever
+// stands before the first tile delays every call, and an instruction that runs once costs most in being fetched: so the
+// code is short, and has one place for all passes.
 template <class C, class Params>
 class RaggedFinder {
  public:
@@ -159,11 +173,15 @@ class RaggedFinder {
     if (rehearses) ends_.prefetch();
   }
 
-  // Tile number `t`. Called by a whole warp, with rising t.
+  CUTLASS_DEVICE int clusters_at_back() const { return clusters_at_back_; }
+  CUTLASS_DEVICE bool at_back() const { return at_back_; }
+
+  // As in the list form.
   CUTLASS_DEVICE bool find(int t, int rank, Tile &tile) {
-    while (t >= window_begin_ + window_tiles_)
+    while (pass_ != kTake || t >= window_begin_ + window_tiles_)
       if (!next_window()) return false;
-    const int in_window = t - window_begin_;
+    if (t < 0) return false;
+    const int in_window = at_back_ ? window_begin_ + window_tiles_ - 1 - t : t - window_begin_;
     const int lane = __ffs(__ballot_sync(~0u, tiles_end_ > in_window)) - 1;
     const Place place{window_ + lane, __shfl_sync(~0u, ends_.begin, lane), __shfl_sync(~0u, ends_.end, lane),
                       __shfl_sync(~0u, q_tiles_, lane), in_window - __shfl_sync(~0u, tiles_end_ - tiles_, lane)};
@@ -171,37 +189,56 @@ class RaggedFinder {
     return true;
   }
 
-  // All tiles, once find() has returned false.
-  CUTLASS_DEVICE int total() const { return window_begin_; }
+  // All tiles: where some are taken from the back, from the first on, else once find() has returned false.
+  CUTLASS_DEVICE int total() const { return clusters_at_back_ ? total_ : window_begin_; }
 
  private:
+  enum Pass { kSurvey, kCount, kTake };  // kCount: all tiles, where that has to be known
+
   CUTLASS_DEVICE bool next_window() {
     window_begin_ += window_tiles_;
     window_tiles_ = 0;
-    window_ += 32;
-    if (window_ >= params_.groups) {
+    window_ += at_back_ ? -32 : 32;
+    if (unsigned(window_) >= unsigned(params_.groups)) {
       if (!next_pass()) return false;
-      window_ = 0;
+      window_ = at_back_ ? (params_.groups - 1) / 32 * 32 : 0;
     }
     if (params_.groups > 32 || !have_ends_) ends_.load(window_);
     have_ends_ = true;
-    if (surveying_)
+    if (pass_ == kSurvey)
       survey();
     else
       count_tiles();
+    if (pass_ == kCount) {
+      total_ += window_tiles_;
+      window_tiles_ = 0;
+    }
     return true;
   }
 
   CUTLASS_DEVICE bool next_pass() {
-    if (surveying_) {
-      choose_tile();
-      surveying_ = false;
-      time_ = !sorted_ ? 0 : C::kTokensInK ? next_time_ : tile_q_ / 16;
-    } else {
-      if (next_time_ < 0) return false;
+    const int clusters = gridDim.x / C::Cluster;
+    if (pass_ == kTake) {
+      if (next_time_ == kNoTime) return false;
       time_ = next_time_;
+    } else {
+      const bool surveyed = pass_ == kSurvey;
+      if (surveyed) {
+        choose_tile();
+        if (sorted_) clusters_at_back_ = choose_clusters_at_back(clusters, float(few_work_), float(work_));
+        if (C::kTokensInK) total_ = surveyed_ * tiles_in_k(tile_q_);
+      }
+      if (surveyed && clusters_at_back_ && !C::kTokensInK) {
+        pass_ = kCount;
+      } else {
+        pass_ = kTake;
+        if (total_ < clusters) clusters_at_back_ = 0;
+        at_back_ = int(blockIdx.x) / C::Cluster < clusters_at_back_;
+        window_begin_ = at_back_ ? 0 : clusters_at_back_;
+        time_ = !sorted_ || at_back_ ? 0 : C::kTokensInK ? next_time_ : tile_q_ / 16;
+      }
     }
-    next_time_ = -1;
+    next_time_ = kNoTime;
     return true;
   }
 
@@ -211,6 +248,9 @@ class RaggedFinder {
 
   CUTLASS_DEVICE void survey() {
     const int lane = threadIdx.x % 32, size = window_ + lane < params_.groups ? ends_.end - ends_.begin : 0;
+    const unsigned work = size > 0 ? size + kTileOverhead : 0;
+    work_ += __reduce_add_sync(~0u, work);
+    few_work_ += __reduce_add_sync(~0u, size <= params_.few_tokens ? work : 0u);
     if constexpr (C::kTokensInK) {
       surveyed_ += __popc(__ballot_sync(~0u, size > 0));  // groups with tokens
       next_time_ = max(next_time_, __reduce_max_sync(~0u, time_in_k(size)));
@@ -280,8 +320,9 @@ class RaggedFinder {
       }
     }
     if (!sorted_) time = 0;
-    next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : -1));
-    tiles_ = time == time_ ? tiles : 0;
+    if (at_back_) time = -time;
+    next_time_ = max(next_time_, __reduce_max_sync(~0u, tiles > 0 && time < time_ ? time : kNoTime));
+    tiles_ = pass_ == kCount || time == time_ ? tiles : 0;
     tiles_end_ = tiles_;
     CUTE_NO_UNROLL
     for (int i = 1; i < 32; i *= 2) {
@@ -293,12 +334,16 @@ class RaggedFinder {
 
   const Params &params_;
   const RaggedGroups &ragged_;
-  const bool sorted_;                // the groups come in order of their times; else all count as 0
-  bool surveying_ = C::Cluster > 1;  // narrow tiles have one extent
+  const bool sorted_;                             // the groups come in order of their times; else all count as 0
+  Pass pass_ = C::Cluster > 1 ? kSurvey : kTake;  // narrow tiles have one extent
   int tile_q_ = C::TileQ;
   int surveyed_ = 0;
-  int time_ = 0;                                            // of the tiles that this pass takes
-  int next_time_ = -1;                                      // the longest below, of the groups that this pass has seen
+  unsigned work_ = 0, few_work_ = 0;  // tokens and what their tiles cost besides; of groups with few alone
+  int clusters_at_back_ = 0, total_ = 0;
+  bool at_back_ = false;
+  static constexpr int kNoTime = INT32_MIN;
+  int time_ = 0;                                            // of the tiles that this pass takes; at the back, negative
+  int next_time_ = kNoTime;                                 // the greatest below, of the groups this pass has seen
   int window_ = -32, window_begin_ = 0, window_tiles_ = 0;  // first group, number of its first tile, tiles
   Ends<Params> ends_;
   bool have_ends_ = false;
@@ -306,15 +351,25 @@ class RaggedFinder {
   int tiles_ = 0, tiles_end_ = 0;  // its tiles in this pass; and with those of lower lanes
 };
 
-// The counter's next number, for all CTAs of the cluster, in the warp's first lane. `index`: how many came before.
-template <class C>
-CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter, int rank, int index) {
-  if constexpr (C::Cluster == 1) return counter.take();
+// The number of the cluster's next tile, for all its CTAs, in the warp's first lane; -1 where the clusters at the front
+// and at the back have met. `index`: how many it had before; `asked`: how many were asked for before, for its first
+// CTA.
+template <class C, class Finder>
+CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter, const Finder &finder, int rank,
+                               int index, int &asked) {
+  const auto take = [&] {
+    const int clusters = gridDim.x / C::Cluster;
+    const Taken before = counter.take(finder.at_back());
+    asked = before.front + before.back;
+    if (finder.clusters_at_back() && clusters + asked >= finder.total()) return -1;
+    return finder.at_back() ? finder.clusters_at_back() + before.back : clusters + before.front;
+  };
+  if constexpr (C::Cluster == 1) return take();
   const int slot = index % kTileRing, phase = index / kTileRing & 1;
   shared.ticket_full[slot].arrive_and_expect_tx(sizeof shared.tickets[slot]);
   if (rank == 0) {
     shared.ticket_empty[slot].wait(phase ^ 1);
-    const uint32_t ticket = counter.take();
+    const uint32_t ticket = take();
     for (int cta = 0; cta < C::Cluster; ++cta)
       store_shared_remote(ticket, cast_smem_ptr_to_uint(&shared.tickets[slot]),
                           cast_smem_ptr_to_uint(&shared.ticket_full[slot]), cta);
@@ -332,9 +387,8 @@ CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter,
 template <class C, class Params, class Finder>
 CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int rank, Finder &finder, bool rehearses) {
   const bool leader = threadIdx.x % 32 == 0;
-  const int clusters = gridDim.x / C::Cluster;
   Counter counter(params.counter);
-  int t = blockIdx.x / C::Cluster;
+  int t = blockIdx.x / C::Cluster, asked = -1;
   int k_blocks = 0, group = -1;
   int ends = 0;  // each warpgroup gets its own
   for (int pos = 0; ends < 2; ++pos) {
@@ -346,14 +400,14 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
           cutlass::arch::wait_on_dependent_grids();
           if (rank == 0) counter.open(blockIdx.x == 0);
         }
-        t = clusters + take_ticket(shared, counter, rank, pos - 1);
+        t = take_ticket(shared, counter, finder, rank, pos - 1, asked);
       }
       t = __shfl_sync(~0u, t, 0);
     }
     Tile tile{};
     if (ends > 0 || !finder.find(t, rank, tile)) {
       // Each cluster that had a first tile asks until it gets none: this is the last number that is asked for.
-      if (ends == 0 && rank == 0 && leader && t == finder.total() + clusters - 1) counter.close();
+      if (pos > 0 && ends == 0 && rank == 0 && leader && asked == finder.total() - 1) counter.close();
       tile.group = -1;
       ++ends;
     } else if (!params.ragged.offs && tile.group != group) {

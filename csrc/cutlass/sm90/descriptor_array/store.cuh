@@ -155,6 +155,16 @@ CUTLASS_DEVICE void add_bias(const Params &params, const Tile &tile, int n, floa
   }
 }
 
+// Chunks that are being read by the TMA unit while the epilogue writes the next one.
+template <class C>
+inline constexpr int kStoring = C::kLoadsD ? 2 : C::Chunks - 1;
+
+// A tile's chunks: with Q columns of accumulators, or of a full tile where load_d() hands them out.
+template <class C, int Q>
+inline constexpr int kChunksOf =
+    C::kMmas * (((C::kLoadsD ? C::TileQ : Q) + (C::kTokensInK ? C::DChunk::kColumns : C::DChunk::kRows) - 1) /
+                (C::kTokensInK ? C::DChunk::kColumns : C::DChunk::kRows));
+
 // The epilogue's way to get hold of a chunk: free to write, or with what D holds there.
 template <class C>
 struct ChunkTurn {
@@ -162,25 +172,36 @@ struct ChunkTurn {
   const Tile &tile;
   const Destination<C> &d;
   const int warpgroup;
-  const bool handed_out;  // by load_d()
+  const int phases;
+
   CUTLASS_DEVICE void take(int c, int it, int slot, int p, int q) const {
     const bool leader = threadIdx.x % 128 == 0;
-    if (handed_out) {
+    if constexpr (C::kLoadsD) {
       shared.d_full[slot].wait(it / C::Chunks & 1);
       compiler_fence();
       return;
     }
-    if (c < C::Chunks && !C::kAdds16) return;
-    if (leader) {
-      if (c >= C::Chunks) tma_store_wait<C::Chunks - 1>();  // the chunk's earlier store must have been read
-      if constexpr (C::kAdds16) {
-        d.load(shared.d[slot], tile, p, q, shared.d_full[slot], shared.d_phases >> slot & 1);
-        shared.d_phases ^= 1 << slot;
-      }
+    shared.d_empty[slot].wait((phases >> slot ^ c / C::Chunks ^ 1) & 1);
+    if constexpr (C::kAdds16) {
+      if (leader) d.load(shared.d[slot], tile, p, q, shared.d_full[slot], (phases >> slot ^ c / C::Chunks) & 1);
+      NamedBarrier::sync(128, kEpilogue + warpgroup);
     }
-    NamedBarrier::sync(128, kEpilogue + warpgroup);
   }
 };
+
+// For the warpgroup's first thread: the last stores of tile number `pos` have been read, and their chunks are free. The
+// other warpgroup need not wait for that before it begins.
+template <class C, int Q>
+CUTLASS_DEVICE void free_last_chunks(SharedStorage<C> &shared, int pos) {
+  constexpr int kAll = kChunksOf<C, Q>;
+  for_each(make_int_sequence<kStoring<C>>{}, [&](auto i) {
+    constexpr int kBehind = kStoring<C> - 1 - decltype(i)::value;
+    if constexpr (kAll > kBehind) {
+      tma_store_wait<kBehind>();
+      shared.d_empty[((C::kLoadsD ? pos * kAll : 0) + kAll - 1 - kBehind) % C::Chunks].arrive();
+    }
+  });
+}
 
 // Stores tile number `pos` of the CTA, Q columns of accumulators. The CTA's epilogues run one after the other.
 template <class C, int Q, class Params>
@@ -189,30 +210,25 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
   using Chunk = typename C::DChunk;
   constexpr int kChunkQ = C::kTokensInK ? Chunk::kColumns : Chunk::kRows;
   // load_d() hands out the chunks of a tile of 192 columns, whatever this one has.
-  constexpr int kPerMma = ((C::kLoadsD ? C::TileQ : Q) + kChunkQ - 1) / kChunkQ, kAll = C::kMmas * kPerMma;
+  constexpr int kAll = kChunksOf<C, Q>, kPerMma = kAll / C::kMmas;
   constexpr bool k16 = sizeof(typename C::Out) == 2;
   const bool leader = threadIdx.x % 128 == 0;
-  const bool handed_out = C::kLoadsD && params.accumulate;
   const bool add = C::kAdds16 || (C::kLoadsD && adds_in_registers(params, tile));
   const Destination<C> to = destination<C>(params, tile, params.accumulate && !add);
-  const ChunkTurn<C> turn{shared, tile, to, warpgroup, handed_out};
+  compiler_fence();
+  const int phases = shared.d_phases;  // a bit a chunk: whether it has been used an odd number of times
+  compiler_fence();
+  const ChunkTurn<C> turn{shared, tile, to, warpgroup, phases};
   if constexpr (!C::kTokensInK) add_bias<C, Q>(params, tile, to.n, acc);
   CUTE_UNROLL
   for (int c = 0; c < kAll; ++c) {
     const int mma = c / kPerMma, first_q = c % kPerMma * kChunkQ;
-    const int it = handed_out ? pos * kAll + c : c, slot = it % C::Chunks;
+    const int it = C::kLoadsD ? pos * kAll + c : c, slot = it % C::Chunks;
     typename C::Out *chunk = shared.d[slot];
     turn.take(c, it, slot, mma * 64, first_q);
-    if (first_q >= Q) {
-      if (leader) {
-        tma_store_wait<0>();
-        if (c > 0) shared.d_empty[(it - 1) % C::Chunks].arrive();
-      }
-      continue;
-    }
     if constexpr (C::kTokensInK && !k16) {
       static_assert(Q % kChunkQ == 0);
-      write_chunk_32_by_tokens(chunk, &acc[mma][first_q / 2], add);
+      if (first_q < Q) write_chunk_32_by_tokens(chunk, &acc[mma][first_q < Q ? first_q / 2 : 0], add);
     } else {
       CUTE_UNROLL
       for (int q = 0; q < kChunkQ; q += 16) {
@@ -230,15 +246,17 @@ CUTLASS_DEVICE void store_tile(const Params &params, SharedStorage<C> &shared, c
     NamedBarrier::sync(128, kEpilogue + warpgroup);
     if (leader) {
       to.store(chunk, tile, mma * 64, first_q);
-      if (handed_out && c > 0) {
-        tma_store_wait<1>();
-        shared.d_empty[(it - 1) % C::Chunks].arrive();
+      if (c >= kStoring<C>) {
+        tma_store_wait<kStoring<C>>();
+        shared.d_empty[(it - kStoring<C>) % C::Chunks].arrive();
       }
     }
   }
-  if (leader) {
-    tma_store_wait<0>();  // chunks are free for the other warpgroup
-    if (handed_out) shared.d_empty[(pos * kAll + kAll - 1) % C::Chunks].arrive();
+  if (!C::kLoadsD && leader) {
+    int used = 0;
+    for (int slot = 0; slot < C::Chunks; ++slot) used |= ((kAll - slot + C::Chunks - 1) / C::Chunks & 1) << slot;
+    shared.d_phases = phases ^ used;
+    compiler_fence();
   }
 }
 
