@@ -603,7 +603,7 @@ def test_fused(
 
 
 def test_few_rows_are_as_many_everywhere() -> None:
-    source = Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90" / "descriptor_array" / "heuristics.cpp"
+    source = Path(__file__).parents[1] / "csrc" / "cutlass" / "sm90" / "descriptor_array" / "heuristics.h"
     (few,) = re.findall(r"kFewRows = (\d+);", source.read_text())
     assert int(few) == sys.modules["gmm.moe.feed_forward"]._FEW_ROWS
 

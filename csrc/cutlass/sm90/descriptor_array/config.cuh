@@ -82,7 +82,9 @@ struct alignas(16) Tile {
   CUTLASS_DEVICE bool is_wide() const { return q_end - q > 128; }  // tokens in K: 192 columns, not 128
 };
 
-constexpr int kTileRing = 2;
+// Tiles that have been found and not all taken up: two, so that the clusters' last ones even out; four of those that
+// end before the scheduler has found another.
+constexpr int kTileRing = 4, kTilesAhead = 2, kShortBlocks = 4;
 
 template <class C>
 struct alignas(1024) SharedStorage {

@@ -351,18 +351,22 @@ class RaggedFinder {
   int tiles_ = 0, tiles_end_ = 0;  // its tiles in this pass; and with those of lower lanes
 };
 
-// The number of the cluster's next tile, for all its CTAs, in the warp's first lane; -1 where the clusters at the front
-// and at the back have met. `index`: how many it had before; `asked`: how many were asked for before, for its first
-// CTA.
+// The number of the tile that a cluster gets for asking after those; -1 where the front and the back have met.
+template <class Finder>
+CUTLASS_DEVICE int next_number(const Finder &finder, const Taken &before, int clusters) {
+  if (finder.clusters_at_back() && clusters + before.front + before.back >= finder.total()) return -1;
+  return finder.at_back() ? finder.clusters_at_back() + before.back : clusters + before.front;
+}
+
+// The number of the cluster's next tile, for all its CTAs, in the warp's first lane. `index`: how many it had before;
+// `asked`: how often clusters had asked before, for its first CTA.
 template <class C, class Finder>
 CUTLASS_DEVICE int take_ticket(SharedStorage<C> &shared, const Counter &counter, const Finder &finder, int rank,
                                int index, int &asked) {
   const auto take = [&] {
-    const int clusters = gridDim.x / C::Cluster;
     const Taken before = counter.take(finder.at_back());
     asked = before.front + before.back;
-    if (finder.clusters_at_back() && clusters + asked >= finder.total()) return -1;
-    return finder.at_back() ? finder.clusters_at_back() + before.back : clusters + before.front;
+    return next_number(finder, before, gridDim.x / C::Cluster);
   };
   if constexpr (C::Cluster == 1) return take();
   const int slot = index % kTileRing, phase = index / kTileRing & 1;
@@ -391,9 +395,10 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
   int t = blockIdx.x / C::Cluster, asked = -1;
   int k_blocks = 0, group = -1;
   int ends = 0;  // each warpgroup gets its own
+  int ahead = kTilesAhead;
   for (int pos = 0; ends < 2; ++pos) {
-    const int slot = pos % kTileRing;
-    if (pos > 0) shared.tile_empty[slot].wait((pos / kTileRing & 1) ^ 1);
+    const int slot = pos % kTileRing, before = pos - ahead;  // which its readers have taken up in order
+    if (before >= 0) shared.tile_empty[before % kTileRing].wait(before / kTileRing & 1);
     if (pos > 0 && ends == 0) {
       if (leader) {
         if (pos == 1) {
@@ -416,6 +421,7 @@ CUTLASS_DEVICE void schedule(const Params &params, SharedStorage<C> &shared, int
     }
     if (pos == 0) cluster_wait();
     if (rehearses) return;
+    ahead = tile.k_blocks() <= kShortBlocks ? kTileRing : kTilesAhead;
     tile.k_blocks_before = k_blocks;
     k_blocks += tile.k_blocks();
     if (leader) {
