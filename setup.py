@@ -7,6 +7,7 @@ GMM_CUTLASS_DIR  a CUTLASS checkout; else third_party/cutlass, else the headers 
 MAX_JOBS         compilers at a time; by default as many as cores and memory allow
 """
 
+import fcntl
 import os
 import re
 import subprocess
@@ -39,13 +40,17 @@ class CMakeBuild(build_ext):
         build = str(ROOT / "build" / ("cuda" if cuda else "cpu"))  # apart: neither throws the other's objects away
         build_py = self.get_finalized_command("build_py")
         package = build_py.get_package_dir("gmm") if self.inplace else f"{self.build_lib}/gmm"
-        self.step(
-            *(cmake, "-S", str(ROOT), "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
-            *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}", f"-DGMM_TORCH_DIR={torch.folder}"),
-            *cuda,
-        )
-        self.step(cmake, "--build", build, "--parallel", os.environ.get("MAX_JOBS") or str(self.jobs()))
-        self.step(cmake, "--install", build, "--prefix", os.path.abspath(package))
+        Path(build).mkdir(parents=True, exist_ok=True)
+        # One build at a time: two in one folder delete each other's lists of headers, and the next one misses changes.
+        with open(f"{build}/.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self.step(
+                *(cmake, "-S", str(ROOT), "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"),
+                *(f"-DPython_EXECUTABLE={sys.executable}", f"-Dpybind11_DIR={pybind11}"),
+                *(f"-DGMM_TORCH_DIR={torch.folder}", *cuda),
+            )
+            self.step(cmake, "--build", build, "--parallel", os.environ.get("MAX_JOBS") or str(self.jobs()))
+            self.step(cmake, "--install", build, "--prefix", os.path.abspath(package))
 
     @staticmethod
     def step(*command: str) -> None:
